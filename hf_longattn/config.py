@@ -425,8 +425,10 @@ def split_text(text: str) -> tuple[str, dict[str, Any], str]:
     """
     what, _, rope = text.strip().partition("@")
     name, *pairs = (part.strip() for part in what.split(":"))
-    name = "+".join(part.strip() for part in name.split("+"))
-    parameters = {}
+    names = [part.strip() for part in name.split("+")]
+    if len(names) > 1 and "" in names:
+        raise ValueError(f"a name is missing beside '+' in {text!r}")
+    name, parameters = "+".join(names), {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
@@ -434,6 +436,11 @@ def split_text(text: str) -> tuple[str, dict[str, Any], str]:
         try:
             parameters[key] = json.loads(value)
         except json.JSONDecodeError:
+            first, plus, more = value.partition("+")
+            if plus:
+                raise ValueError(
+                    f"parameters stand behind all names: {name}+{more}:{key}={first} in place of {text!r}"
+                ) from None
             parameters[key] = value
     return name, parameters, rope
 

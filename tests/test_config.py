@@ -265,3 +265,10 @@ def test_methods_are_listed_by_name() -> None:
     assert set(hf_longattn.list_methods("positions")) >= {"rerope", "self_extend", "yarn_beyond"}
     with pytest.raises(ValueError, match="there is no slot 'sore'; did you mean 'score'"):
         hf_longattn.list_methods("sore")
+
+
+def test_parameters_and_names_out_of_place_are_answered() -> None:
+    with pytest.raises(ValueError, match=r"parameters stand behind all names: rerope\+infoscale:window=64 in place of"):
+        LongAttnConfig.parse("rerope:window=64+infoscale")
+    with pytest.raises(ValueError, match=r"a name is missing beside '\+' in 'rerope\+'"):
+        LongAttnConfig.parse("rerope+")

@@ -148,6 +148,8 @@ def parse_settings(
         name, equals, directory = text.partition("=")
         if not equals or Path(text).is_dir():
             name, directory = Path(text).resolve().name, text
+        if not name:
+            raise ValueError(f"{text!r} gives the adapter no name: NAME={directory}, or {directory} alone")
         settings.append(Setting(name, adapter=directory))
     return [dataclasses.replace(s, train_length=s.train_length or train_length) for s in settings_of(settings)]
 

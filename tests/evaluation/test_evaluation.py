@@ -840,3 +840,8 @@ def test_the_command_measures_long_ppl_and_effective_lengths(folder: Path, tmp_p
     assert result.exit_code == 0, (result.output, result.exception)
     page = json.loads((tmp_path / "out" / "report.json").read_text())
     assert [s["title"] for s in page["sections"]] == ["Verdict", "LongPPL", "Pass key", "Effective length"]
+
+
+def test_an_adapter_without_a_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="gives the adapter no name"):
+        parse_settings([], [], None, [f"={tmp_path}"])

@@ -70,7 +70,9 @@ def passages(input_ids: Tensor, count: int = 4, seed: int | None = None) -> Tens
         ValueError: the text is too short for so many.
     """
     length = input_ids.shape[1]
-    if count < 1 or length < count * LEAST:
+    if count < 1:
+        raise ValueError(f"the number of passages must be at least 1, got {count}")
+    if length < count * LEAST:
         raise ValueError(f"{count} passages of {LEAST} tokens need a text of {count * LEAST} tokens, not {length}")
     starts = [n * (length - LEAST) // max(count - 1, 1) for n in range(count)]
     if seed is not None:

@@ -30,7 +30,8 @@ class Loss(OnDocuments):
         super().__init__(plan, name)
         shortest, targets = plan.options.lengths[0], plan.options.targets
         if targets >= shortest:
-            raise ValueError(f"{targets} targets do not fit into {shortest} tokens: lower targets or raise lengths")
+            way = f"lower targets (--targets {shortest // 2}) or raise lengths"
+            raise ValueError(f"{targets} targets do not fit into {shortest} tokens: {way}")
 
     def measure(self, setting: Setting, document: Document, length: int, model: Any) -> Row:
         plan, targets, ids = self.plan, self.options.targets, self.plan.context(document, length).to(model.device)
