@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -15,6 +15,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton kernels run on the CPU;
 import pytest
 import torch
 from helpers import stock
+
+from hf_longattn.slots import registry
 
 logging.getLogger("torch.__trace").propagate = False  # pytest would capture, and torch format, megabytes of traces
 
@@ -53,3 +55,28 @@ def base(bases: Checkpoints) -> Path:
 def every_candidate_improves(monkeypatch: pytest.MonkeyPatch) -> None:
     """For `hf-longattn extend`, where none does with random weights."""
     monkeypatch.setattr("hf_longattn.evaluation.search.Scores.beats", lambda *_: True)
+
+
+@pytest.fixture
+def cpu_bfloat16(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Let a test run as on a CPU that multiplies bfloat16 fast, or on one that does not."""
+    return lambda fast: monkeypatch.setattr("hf_longattn.core.kernels.precision.cpu_multiplies_bfloat16", lambda: fast)
+
+
+@pytest.fixture
+def tile_elements(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Let the tiled kernel make tiles of so many elements, so that a small test has several."""
+    return lambda elements: monkeypatch.setattr("hf_longattn.core.kernels.tiles.BLOCK_ELEMENTS", elements)
+
+
+@pytest.fixture
+def keys_in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let few queries on a CPU take eight keys at a time."""
+    monkeypatch.setattr("hf_longattn.core.kernels.few_cpu.KEY_ELEMENTS", 128)
+    monkeypatch.setattr("hf_longattn.core.kernels.few_cpu.KEYS", 8)
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget after the test what it registers."""
+    monkeypatch.setattr("hf_longattn.slots.registry._loaded", dict(registry._loaded))

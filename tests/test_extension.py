@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,6 @@ from typer.testing import CliRunner
 
 import hf_longattn
 from hf_longattn.cli import app
-from hf_longattn.core.kernels import precision
 from hf_longattn.evaluation import Copy, answer_scores, copy_losses, loss_by_position, token_losses, with_copies
 from hf_longattn.evaluation import search as extension
 from hf_longattn.evaluation.measures import probe as probing
@@ -312,9 +312,9 @@ def test_command_tries_saves_and_reloads(saved: tuple[Path, Path], tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("fast", [False, True])
 def test_command_reads_fast_and_saves_the_checkpoints_own_precision(
-    saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
+    saved: tuple[Path, Path], tmp_path: Path, fast: bool, cpu_bfloat16: Callable[[bool], None]
 ) -> None:
-    monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: fast)
+    cpu_bfloat16(fast)
     (model, text), half, out = saved, tmp_path / "half", tmp_path / "out"
     own = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     own.save_pretrained(half)

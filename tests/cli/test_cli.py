@@ -42,7 +42,6 @@ from hf_longattn.evaluation.settings import Setting, read_settings
 from hf_longattn.integration.caches import CACHE
 from hf_longattn.sharing import hub
 from hf_longattn.sharing.card import Facts
-from hf_longattn.slots import registry
 from hf_longattn.training import Recipe, load_recipe
 from hf_longattn.training.recipe import check
 
@@ -594,9 +593,8 @@ class Own(LengthTemperature):
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_registry: None) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
     monkeypatch.setattr("sys.path", [*sys.path])
     for name, shape in (("own_methods", "sqrt()"), ("wrong_methods", "sqrt()[None]")):
         (tmp_path / f"{name}.py").write_text(OWN.replace("SHAPE", shape))

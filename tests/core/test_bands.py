@@ -19,7 +19,7 @@ from hf_longattn import LongAttnConfig, reference_attention
 from hf_longattn.core.attend import attend, plan_of
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import AttentionLayout
-from hf_longattn.core.kernels import bands, fused, operators, precision, sdpa
+from hf_longattn.core.kernels import bands, fused, operators, sdpa
 from hf_longattn.core.kernels.kernel import KernelCall
 from hf_longattn.core.plan import LogitSpec
 
@@ -171,9 +171,9 @@ def test_non_contiguous_inputs() -> None:
 @pytest.mark.parametrize("fast", [True, False], ids=["in half", "in float32"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["rerope", "leaky_rerope+infoscale", "windowed"])
-def test_half_precision_error_budget(name: str, dtype: torch.dtype, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_precision_error_budget(name: str, dtype: torch.dtype, fast: bool, cpu_bfloat16: Callable[[bool], None]) -> None:
     """Against float64, output and gradients: at most twice the error of sdpa in the same precision."""
-    monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: fast)
+    cpu_bfloat16(fast)
     rough = [x.to(dtype) for x in inputs(h=4, kv=4, q=200, k=200, d=64)]
 
     def errors(function: Callable[..., Tensor], exact: Callable[..., Tensor]) -> list[float]:
@@ -201,9 +201,9 @@ def test_auto_takes_it_on_a_cpu(name: str, grad: bool) -> None:
     assert plan_of(Call(query, key, value, METHODS[name], causal(200), 1.0, rotation=ROTATION)).kernel == "fused"
 
 
-def test_auto_keeps_float32_for_a_score_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_keeps_float32_for_a_score_of_its_own(cpu_bfloat16: Callable[[bool], None]) -> None:
     """Its factor multiplies what rounding queries and keys costs."""
-    monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: True)
+    cpu_bfloat16(True)
     tensors = inputs(q=200, k=200, dtype=torch.bfloat16)
     for name, taken in (("cosscale", "tiled"), ("rerope", "fused")):
         rows = long_rows("left padding")

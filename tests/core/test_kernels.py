@@ -57,8 +57,8 @@ tiled_attention = by_options(tiled.run)
 @pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_tiled(geometry: str, options: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", blocks)
+def test_tiled(geometry: str, options: str, blocks: int, tile_elements: Callable[[int], None]) -> None:
+    tile_elements(blocks)
     everything = {"with_lse": True, "with_entropy": True}
     check(lambda **kw: tiled_attention(**kw, **everything), geometry, options, 3)
     check(tiled_attention, geometry, options, 1)
@@ -96,9 +96,9 @@ def test_tiled_without_value_gives_lse_and_entropy() -> None:
         close(a, b, 1e-11)
 
 
-def test_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradcheck(tile_elements: Callable[[int], None]) -> None:
     """By finite differences, for every differentiable input and output at once."""
-    monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", 40)
+    tile_elements(40)
     query, key, value = inputs(b=1, h=2, kv=1, q=6, k=8, d=3)
     fixed = arguments(OPTIONS["everything"] | {"tables": 2}, query)
     row_scale, bias_scale = fixed.pop("row_scale"), fixed.pop("bias_scale")
@@ -111,9 +111,9 @@ def test_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("blocks", "whole"), [(1 << 21, 1 << 13), (64, 1 << 13), (8, 2)])
-def test_dropout(blocks: int, whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout(blocks: int, whole: int, monkeypatch: pytest.MonkeyPatch, tile_elements: Callable[[int], None]) -> None:
     """The mask is read off with the identity as values; with it, output and gradients are the dense ones."""
-    monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", blocks)
+    tile_elements(blocks)
     monkeypatch.setattr(tiles, "WHOLE_COLUMNS", whole)
     monkeypatch.setattr(tiles, "TILE_COLUMNS", 3)
     query, key, value = inputs(kv=4)
@@ -238,8 +238,8 @@ def test_head_dims(head_dim: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1), (6, 2), (5, 5), (1, 1)])
-def test_grouped_heads(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", 500)
+def test_grouped_heads(heads: tuple[int, int], tile_elements: Callable[[int], None]) -> None:
+    tile_elements(500)
     query, key, value = inputs(h=heads[0], kv=heads[1])
     config = CASES["sinks"]
     close(hf_longattn.attention(query, key, value, config), reference_attention(query, key, value, config), 1e-12)
@@ -261,9 +261,11 @@ def test_non_contiguous_inputs(backend: str) -> None:
 @pytest.mark.parametrize("fast", [True, False], ids=["products in half", "products in float32"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backward", [False, True])
-def test_half_precision_error_budget(dtype: torch.dtype, backward: bool, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_precision_error_budget(
+    dtype: torch.dtype, backward: bool, fast: bool, cpu_bfloat16: Callable[[bool], None]
+) -> None:
     """Against float64, at most twice the error that sdpa makes in the same precision on unmodified attention."""
-    monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: fast)
+    cpu_bfloat16(fast)
     exact = inputs(h=4, kv=4, q=128, k=128, d=64)
     rough = [x.to(dtype) for x in exact]
     exact = [x.double() for x in rough]
@@ -298,13 +300,13 @@ def test_half_precision_error_budget(dtype: torch.dtype, backward: bool, fast: b
     ],
 )
 def test_which_cpu_multiplies_bfloat16(
-    machine: str, mkldnn: bool, units: bool, fast: bool, monkeypatch: pytest.MonkeyPatch
+    machine: str, mkldnn: bool, units: bool, fast: bool, monkeypatch: pytest.MonkeyPatch, cpu_bfloat16: Callable[[bool], None]
 ) -> None:
     monkeypatch.setattr(precision.platform, "machine", lambda: machine)
     monkeypatch.setattr(precision, "_onednn_takes_bfloat16", lambda: mkldnn)
     monkeypatch.setattr(precision, "_has_avx512_bf16", lambda: units)
     assert precision.cpu_multiplies_bfloat16.__wrapped__() is fast
-    monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: fast)
+    cpu_bfloat16(fast)
     assert precision.auto_dtype() == ("bfloat16" if fast else "float32")
 
 
@@ -313,8 +315,10 @@ def test_this_cpu_is_asked_without_an_error() -> None:
 
 
 @pytest.mark.parametrize("units", [False, True])
-def test_what_a_device_multiplies_fast(units: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: units)
+def test_what_a_device_multiplies_fast(
+    units: bool, monkeypatch: pytest.MonkeyPatch, cpu_bfloat16: Callable[[bool], None]
+) -> None:
+    cpu_bfloat16(units)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: units and not including_emulation)
     fast = {"float32"} | ({"bfloat16"} if units else set())
     for device, more in (("cpu", set()), (torch.device("cuda", 1), {"float16"}), ("mps", {"float16", "bfloat16"})):
@@ -361,9 +365,9 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("case", crossed(CASES, 3))
-def test_no_tensor_of_all_pairs(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tensor_of_all_pairs(case: str, tile_elements: Callable[[int], None]) -> None:
     """2048 tokens and 4 heads make 16.8 million pairs; no tensor comes near, forward or backward."""
-    monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", 1 << 17)
+    tile_elements(1 << 17)
     n = 2048
     leaves = [x.requires_grad_() for x in inputs(b=1, h=HEADS, q=n, k=n, d=8, dtype=torch.float32)]
     config = CASES[case].for_layer(0)

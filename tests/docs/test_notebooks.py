@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import tiny
 
-from hf_longattn.slots import registry
 from lab import notebooks
 
 NOTEBOOKS = sorted(notebooks.FOLDER.glob("*.ipynb"))
@@ -31,10 +30,11 @@ def first_cells(outputs: list[dict[str, Any]]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", READ)
-def test_every_cell_runs_and_gives_what_is_stored(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_cell_runs_and_gives_what_is_stored(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_registry: None
+) -> None:
     """With another model numbers differ; what is shown, and of which settings, does not."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
     texts = {"python help": tiny.text(tmp_path / "text.txt", 6000).read_text(encoding="utf-8")}
     small: dict[str, Any] = {"MODEL": str(tiny.save(tmp_path / "model", trained=1024)), "TEXTS": texts}
     small |= {"LENGTHS": [1024, 2048], "DISTANCES": [1280, 2048, 4096], "TO": 2048, "LENGTH": 64, "STEPS": 2}

@@ -46,9 +46,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def forgotten(own_registry: None) -> Iterator[None]:
     """What a test registers is gone after it."""
-    monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
     known = [dict(x._global_mapping) for x in (AttentionInterface, AttentionMaskInterface)]
     yield
     for interface, before in zip((AttentionInterface, AttentionMaskInterface), known, strict=True):

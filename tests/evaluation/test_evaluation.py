@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import warnings
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from typer.testing import CliRunner
 import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.cli import app
-from hf_longattn.core.kernels import precision as cpu
 from hf_longattn.evaluation import (
     EvalOptions,
     Plan,
@@ -614,10 +614,10 @@ def test_command_measures_and_writes_the_page(folder: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("fast", "read"), [(False, "float32"), (True, "bfloat16")])
 def test_auto_is_a_precision_that_the_cpu_multiplies_fast(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool, read: str
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool, read: str, cpu_bfloat16: Callable[[bool], None]
 ) -> None:
     """A checkpoint in bfloat16 is read in float32 where the CPU has no units for it; what is asked for by name is taken."""
-    monkeypatch.setattr(cpu, "cpu_multiplies_bfloat16", lambda: fast)
+    cpu_bfloat16(fast)
     half, out = tmp_path / "half", tmp_path / "out"
     AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16).save_pretrained(half)
     tiny.tokenizer().save_pretrained(half)
@@ -633,7 +633,7 @@ def test_auto_is_a_precision_that_the_cpu_multiplies_fast(
     assert ("Read in float32: this device is slow" in result.output) is not fast
     (row,) = (json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines())
     assert row["dtype"] == json.loads((out / "report.json").read_text())["facts"]["Precision"] == read
-    monkeypatch.setattr(cpu, "cpu_multiplies_bfloat16", lambda: not fast)
+    cpu_bfloat16(not fast)
     again = CliRunner().invoke(app, ["eval", *arguments, str(out), "--lengths", "128", "--targets", "64"])
     assert again.exit_code == 2  # a folder holds rows of one precision
     assert "dtype" in again.output

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from hf_longattn.core.kernels import precision
 from lab.markdown import filled
 from lab.papers import algorithms, conversion, encodings, masked, needles, paper, sets, tables
 from lab.papers import run as front
@@ -372,13 +371,13 @@ def test_algorithms(tmp_path: Path, noted: Noted, name: str) -> None:
 def test_training_multiplies_what_the_cpu_multiplies_fast(
     tmp_path: Path,
     texts: list[str],
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     fast: bool,
     dtype: str,
+    cpu_bfloat16: Callable[[bool], None],
 ) -> None:
     """Autocast, the Trainer and frozen weights; the row says which, and rows of the other precision are refused."""
-    monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: fast)
+    cpu_bfloat16(fast)
     seen: set[str] = set()
 
     def note(module: Any, inputs: Any, output: Any) -> None:
@@ -401,7 +400,7 @@ def test_training_multiplies_what_the_cpu_multiplies_fast(
         (row,) = rows(tmp_path, name)
         assert row["dtype"] == dtype
         assert f"--dtype {dtype}" in row["command"]
-    monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: not fast)
+    cpu_bfloat16(not fast)
     assert quick(tmp_path, "algorithms", "--seeds", "1") == 2
     assert f"or --dtype {dtype}" in capsys.readouterr().err
 

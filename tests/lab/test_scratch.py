@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from helpers import crossed
 from transformers import NanoChatForCausalLM
 
 import hf_longattn
-from hf_longattn.core.kernels import precision
 from hf_longattn.training.trainer import RecipeTrainer
 from lab.scratch import train as scratch
 from lab.scratch.optim import Float32Muon, Muon, MuonWithAdam
@@ -174,9 +174,9 @@ def test_muon_takes_the_matrices_and_adam_the_rest() -> None:
     assert any("longattn" in n for n in other)
 
 
-def test_muon_in_float32_is_torchs_up_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_muon_in_float32_is_torchs_up_to_rounding(cpu_bfloat16: Callable[[bool], None]) -> None:
     """On a CPU without units for bfloat16; two steps, with momentum and decay, of matrices of both shapes."""
-    monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: False)
+    cpu_bfloat16(False)
     if not torch.cuda.is_available():
         assert isinstance(MuonWithAdam(nano(), Muon()).parts[0], Float32Muon)
     generator = torch.Generator().manual_seed(0)

@@ -23,7 +23,6 @@ from hf_longattn import LongAttnConfig
 from hf_longattn.integration.dispatch import attention_forward
 from hf_longattn.integration.masks import layout_mask
 from hf_longattn.integration.offload import held
-from hf_longattn.slots import registry
 from hf_longattn.slots.base import LengthTemperature
 from hf_longattn.slots.learned import tensors_of
 from hf_longattn.slots.method import ModelFacts
@@ -323,8 +322,7 @@ class Curve(nn.Module):
 
 
 @pytest.fixture
-def bent(monkeypatch: pytest.MonkeyPatch) -> type[Any]:
-    monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
+def bent(own_registry: None) -> type[Any]:
 
     @dataclass(frozen=True, kw_only=True)
     class Bent(LengthTemperature):

@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +126,10 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_attention_is_the_reference(
-    name: str, call: str, interleaved: bool, blocks: int, monkeypatch: pytest.MonkeyPatch
+    name: str, call: str, interleaved: bool, blocks: int, tile_elements: Callable[[int], None]
 ) -> None:
     """Output and all gradients."""
-    monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", blocks)
+    tile_elements(blocks)
     options, config = dict(CALLS[call]), CONFIGS[name]
     if name == "leaky_by_head" and options.get("kv") == 1:
         config = config.replace(stretch=[2.5])
@@ -146,10 +147,8 @@ def test_attention_is_the_reference(
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_decoding_with_a_key_head_for_each_query_head(
-    name: str, interleaved: bool, first: int, monkeypatch: pytest.MonkeyPatch
+    name: str, interleaved: bool, first: int, keys_in_small_blocks: None
 ) -> None:
-    monkeypatch.setattr(few_cpu, "KEY_ELEMENTS", 128)  # several tiles
-    monkeypatch.setattr(few_cpu, "KEYS", 8)
     query, key, value = raw(q=1, k=43, h=2)
     options: dict[str, Any] = {"rotation": rotation(interleaved, first=first)}
     got = hf_longattn.attention(query, key, value, CONFIGS[name], **options)
@@ -158,9 +157,7 @@ def test_decoding_with_a_key_head_for_each_query_head(
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("name", ["cosscale", "rerope+cosscale", "streaming+infoscale+cosscale"])
-def test_decoding_divides_by_the_norms_of_keys(name: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_cpu, "KEY_ELEMENTS", 128)  # several tiles
-    monkeypatch.setattr(few_cpu, "KEYS", 8)
+def test_decoding_divides_by_the_norms_of_keys(name: str, kv_heads: int, keys_in_small_blocks: None) -> None:
     window = {} if name == "cosscale" else {"window": 9}
     config = LongAttnConfig.preset(name, scale=5.0, **window, **({"train_length": 12} if "info" in name else {}))
     query, key, value = raw(q=2, k=43, h=2)
@@ -250,9 +247,11 @@ def pairs_touched(n: int, config: LongAttnConfig, backend: str, backward: bool) 
 
 @pytest.mark.parametrize(("backend", "backward"), [("fused", False), ("tiled", False), ("tiled", True)])
 @pytest.mark.parametrize("name", ["windowed", "streaming", "lm_infinite"])
-def test_windows_touch_visible_pairs_only(name: str, backend: str, backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_touch_visible_pairs_only(
+    name: str, backend: str, backward: bool, monkeypatch: pytest.MonkeyPatch, tile_elements: Callable[[int], None]
+) -> None:
     """Twice the length, twice the work; and less than a third of full attention's."""
-    monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", 1 << 13)
+    tile_elements(1 << 13)
     monkeypatch.setattr(bands, "SHORT", 16)
     config = LongAttnConfig.preset(name, window=32)
 
@@ -325,9 +324,9 @@ def test_rows_beyond_are_stock_yarn_and_the_others_plain(family: str, kind: str,
 
 @pytest.mark.parametrize("blocks", [1 << 21, 1 << 12])
 @pytest.mark.parametrize("q_len", [300, 40])
-def test_rows_within_are_what_they_were(q_len: int, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_within_are_what_they_were(q_len: int, blocks: int, tile_elements: Callable[[int], None]) -> None:
     """On the same kernel, in a text that goes on beyond and in one that ends before; also of half precision."""
-    monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", blocks)
+    tile_elements(blocks)
     for dtype in (torch.float32, torch.bfloat16):
         query, key, value = (x.to(dtype) for x in raw(q=q_len, k=300))
         for train_length, same in ((280, 300 - q_len), (1000, 300 - q_len)):

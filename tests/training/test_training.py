@@ -11,6 +11,7 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,6 @@ from transformers import (
 
 import hf_longattn
 from hf_longattn.cli import app
-from hf_longattn.core.kernels import precision
 from hf_longattn.evaluation.rows import alone
 from hf_longattn.evaluation.tasks import NeedleTask
 from hf_longattn.evaluation.tasks.sample import IGNORE
@@ -1192,9 +1192,9 @@ def test_plan_counts(tiny: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_plan_says_what_is_multiplied_and_whether_slowly(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
+    tiny: Path, tmp_path: Path, fast: bool, cpu_bfloat16: Callable[[bool], None]
 ) -> None:
-    monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: fast)
+    cpu_bfloat16(fast)
     for n, (change, told) in enumerate(
         [
             ({"dtype": "float32"}, "weights in float32, multiplied in float32"),
