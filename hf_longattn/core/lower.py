@@ -53,9 +53,7 @@ def lower(call: Call) -> AttentionPlan:
         kind=call.kind,
     )
     if (score := config.score) is not None:
-        plan.fold = score.fold
-        if score.over_norms(query.new_zeros(1, query.shape[3])) is not None:
-            plan.over_norms = score.over_norms  # type: ignore[assignment]
+        plan.fold, plan.cosine = score.fold, score.cosine
     if isinstance(config.temperature, EntropyTemperature):
         plan.temper = config.temperature.prepared(query.new_empty(0, dtype=plan.wide))
     elif isinstance(config.temperature, LengthTemperature):

@@ -161,7 +161,7 @@ class AttentionPlan:
         segments: disjoint; together they hold all keys that are seen, and more that are not.
         logits: how products become logits, but for the factors of rows.
         fold: from query and key to query, key and scaling of a score of its own; None: it is scaling q . k.
-        over_norms: from a query to query and scaling such that scaling q . k / |k| is that score, for any rotation of k.
+        cosine: the c of a score that is c cos(q, k).
         by_length: a factor on the scores of each row, float64 (batch or 1, heads or 1, q_len), before its learned part; on the
             device of queries unless it is one number that nothing learns from.
         temper: from the entropy of each row, (batch, heads, q_len) in nats, to a factor on its finished logits.
@@ -189,7 +189,7 @@ class AttentionPlan:
     sinks: Callable[[Tensor, Learned, Tensor | None], Tensor | None]
     tables: TableCache
     fold: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, float]] | None = None
-    over_norms: Callable[[Tensor], tuple[Tensor, float]] | None = None
+    cosine: float | None = None
     by_length: Tensor | None = None
     temper: Callable[[Tensor], Tensor] | None = None
     learned: frozenset[str] = frozenset()

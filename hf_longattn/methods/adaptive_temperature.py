@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy
 import torch
@@ -56,26 +56,18 @@ class AdaptiveTemperature(EntropyTemperature):
         return self.prepared(entropy)(entropy)
 
     def prepared(self, like: Tensor) -> Callable[[Tensor], Tensor]:
-        highest = peak(self.coefficients, self.threshold) if self.beyond == "saturate" else None
-        low = unchanged(self.coefficients) if highest is None or highest > self.threshold else None
-        return functools.partial(self._factor, [like.new_full((), c) for c in self.coefficients], highest, low)
+        within = interval(self.coefficients, self.threshold, self.beyond == "saturate")
+        return functools.partial(self._factor, [like.new_full((), c) for c in self.coefficients], within)
 
-    def _factor(self, coefficients: list[Tensor], highest: float | None, low: float | None, entropy: Tensor) -> Tensor:
-        """Compute the factor by Horner's rule, a step an operation: in decoding each is a kernel on a GPU.
-
-        Args:
-            highest: the entropy that higher ones are held at, or None.
-            low: what stands for entropies up to the threshold, so that the polynomial is below 1 there, or None.
-        """
-        held = entropy if highest is None else entropy.clamp(max=highest)
-        if low is not None:
-            held = torch.threshold(held, self.threshold, low)
+    def _factor(self, coefficients: list[Tensor], within: Within, entropy: Tensor) -> Tensor:
+        """Compute the factor by Horner's rule, a step an operation: in decoding each is a kernel on a GPU."""
+        low, high = within
+        held = entropy if low is high is None else entropy.clamp(low, high)
         constant, *others = coefficients
         value = torch.add(others[0], held, alpha=self.coefficients[0]) if others else constant.expand_as(held)
         for coefficient in others[1:]:
             value = torch.addcmul(coefficient, value, held)
-        value = value.clamp(min=1)
-        return value if low is not None else value.masked_fill(entropy <= self.threshold, 1.0)
+        return value if low is not None else value.clamp(min=1).masked_fill(entropy <= self.threshold, 1.0)
 
 
 def fit_adaptive_temperature(
@@ -114,20 +106,28 @@ def fit_adaptive_temperature(
     return AdaptiveTemperature(coefficients=tuple(float(c) for c in coefficients), **parameters)
 
 
+#: The entropies that others are held at, from below and from above.
+Within: TypeAlias = tuple[float | None, float | None]
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def peak(coefficients: tuple[float, ...], threshold: float) -> float:
-    """The entropy at which the polynomial is largest, between the threshold and 16 nats (9 million equal keys)."""
-    return _peak(coefficients, threshold)
+def interval(coefficients: tuple[float, ...], threshold: float, saturate: bool) -> Within:
+    """The entropies between which the factor is the polynomial: at either end that is 1, or what higher entropies keep.
+
+    The lower one is None where there is no such interval, as where the polynomial is above 1 at the threshold.
+    """
+    return _interval(coefficients, threshold, saturate)
 
 
 @functools.cache
-def _peak(coefficients: tuple[float, ...], threshold: float) -> float:
-    grid = numpy.linspace(threshold, max(threshold, 16.0), 100_001)
-    return float(grid[numpy.polyval(coefficients, grid).argmax()])
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def unchanged(coefficients: tuple[float, ...]) -> float | None:
-    """A number for which the polynomial is at most 0, or None."""
-    tried = (sign * 2.0**n for n in range(-1, 9) for sign in (0, -1, 1))
-    return next((x for x in tried if numpy.polyval(coefficients, x) <= 0), None)
+def _interval(coefficients: tuple[float, ...], threshold: float, saturate: bool) -> Within:
+    grid = numpy.linspace(threshold, max(threshold, 16.0), 100_001)  # 16 nats are 9 million equal keys
+    top = float(grid[numpy.polyval(coefficients, grid).argmax()]) if saturate else None
+    *higher, constant = coefficients
+    roots = numpy.roots([*higher, constant - 1.0])
+    crossings = sorted(
+        float(x.real) for x in roots if abs(x.imag) < 1e-9 and threshold < x.real < (math.inf if top is None else top)
+    )
+    if not crossings or numpy.polyval(coefficients, threshold) >= 1 or len(crossings) > 2:
+        return None, top
+    return crossings[0], crossings[1] if top is None and len(crossings) == 2 else top

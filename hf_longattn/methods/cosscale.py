@@ -51,8 +51,9 @@ class CosScale(Score):
     def fold(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
         return _unit(query), _unit(key), self.scale
 
-    def over_norms(self, query: Tensor) -> tuple[Tensor, float]:
-        return _unit(query), self.scale
+    @property
+    def cosine(self) -> float:
+        return self.scale
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -194,8 +194,9 @@ class Score(Method, ABC):
     def fold(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
         """Query, key and scaling such that scaling q . k is the new score."""
 
-    def over_norms(self, query: Tensor) -> tuple[Tensor, float] | None:
-        """Query and scaling such that scaling q . k / |k| is the new score, for any rotation of k; None: no such form."""
+    @property
+    def cosine(self) -> float | None:
+        """The c of a score that is c cos(q, k), so that kernels divide products by norms; None: it has no such form."""
         return None
 
     def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:

@@ -130,7 +130,7 @@ KERNELS = {
     "cosscale": (preset("cosscale"), 4),
     "scale_invariant": (preset("scale_invariant"), 8),
     "alibi": (preset("alibi"), 8),
-    "adaptive_temperature": (preset("adaptive_temperature"), 8),
+    "adaptive_temperature": (preset("adaptive_temperature"), 9),  # its polynomial is four, in PyTorch
     "attention_sink": (preset("attention_sink"), 8),
     "windowed": (preset("windowed", window=6), 8),
     "streaming": (preset("streaming", window=6), 14),
@@ -196,14 +196,10 @@ def test_a_static_cache(case: str) -> None:
     assert device.reads.package <= passes
 
 
-#: Formulas by row that PyTorch computes in small steps: a norm, a polynomial of the entropy.
-OVER = {"cosscale": 7, "adaptive_temperature": 10, "scale_invariant+adaptive": 10}
-
-
 @pytest.mark.parametrize("case", crossed(KERNELS, FEW))
 def test_kernels_of_a_decoded_token(case: str) -> None:
     config, most = KERNELS[case]
-    assert of_a_layer(config)[0] - of_a_layer(None)[0] <= OVER.get(case, most)
+    assert of_a_layer(config)[0] - of_a_layer(None)[0] <= most
 
 
 @pytest.mark.parametrize("case", crossed(KERNELS, FEW))

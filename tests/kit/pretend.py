@@ -330,7 +330,7 @@ def _scores(
 ) -> Tensor:
     query, key, (first, pairs, interleaved) = query.float(), key.float(), layout or (0, 0, False)
     rotation = Rotation(torch.empty(pairs), interleaved, first)
-    key = key / key.norm(dim=-1, keepdim=True) if normed else key
+    query, key = (x / x.norm(dim=-1, keepdim=True) if normed else x for x in (query, key))
     x = None if row_scale is None else row_scale.expand(query.shape[:3])
     spec = dataclasses.replace(spec, gain=plain(spec.gain), bias=plain(spec.bias), scaling=scaling, row_scale=x)
     kv_len = key.shape[2]

@@ -119,7 +119,7 @@ class FewOnCPU:
         self.first, self.rotation = columns.start, plan.rotation
         self.by = self._turned_by(plan)
         self.scaling, self.softcap = plan.logits.scaling, plan.logits.softcap
-        self.fold, self.over_norms, self.temper = plan.fold, plan.over_norms, plan.temper
+        self.fold, self.cosine, self.temper = plan.fold, plan.cosine, plan.temper
         self.q_len, self.kv_heads, self.group = query.shape[2], plan.key.shape[1], query.shape[1] // plan.key.shape[1]
         self.rows, self.wide = (self.group * self.q_len, query.shape[3]), plan.wide
         turned = any(segment.turn is not None for segment in self.segments)
@@ -199,7 +199,7 @@ class FewOnCPU:
         self.streams = plan.query.dtype.itemsize == 2 or self.q_len > 1 or (len(self.segments) == 1 and not self.makes)
         self.streams &= plan.asked == "auto"
         self.streams &= not (spec.gain is not None or spec.softcap or self.temper is not None)
-        self.streams &= self.fold is None or self.over_norms is not None
+        self.streams &= self.fold is None or self.cosine is not None
         self.streams &= plan.query.shape[3] == plan.value.shape[3]
         self.masks = [None if one.own is None or not self.streams else self._added(one.own) for one in self.segments]
         #: whether scaling is part of what rows are turned by, or of the gain; where rows are rounded they keep their length
@@ -272,8 +272,8 @@ class FewOnCPU:
     ) -> Tensor:
         """Run the fused kernel, a segment after another, and join them by their logsumexps."""
         rows, scaling = query.to(self.wide), self.scaling
-        if self.over_norms is not None:
-            rows, scaling = self.over_norms(rows)
+        if self.cosine is not None:
+            rows, scaling = rows / _norms(rows), self.cosine
         if isinstance(factor, Tensor):
             rows = rows * factor
         elif factor is not None:
@@ -287,10 +287,10 @@ class FewOnCPU:
 
     def _logits(self, query: Tensor, key: Tensor, factor: float | Tensor | None, made: RotatedKeys | None) -> Tensor:
         """(batch * kv_heads, group * q_len, keys) from score to temperature by length; 0 outside of all segments."""
-        rows, normed = query.to(self.wide), self.over_norms is not None
+        rows, normed = query.to(self.wide), self.cosine is not None
         scaling: Any = None if self.scaled else self.scaling
-        if self.over_norms is not None:
-            rows, scaling = self.over_norms(rows)
+        if self.cosine is not None:
+            rows, scaling = rows / _norms(rows), self.cosine
         elif self.fold is not None:
             made, (rows, key, scaling) = None, self.fold(rows, key.to(self.wide))
         if self.softcap:

@@ -25,7 +25,7 @@ class FewOnCUDA:
     def __init__(self, plan: AttentionPlan) -> None:
         query, rows, self.kv_len = plan.query, plan.rows, plan.kv_len
         device, turn, known = query.device, plan.rotation, readable(plan.rows.index)
-        self.spec, self.fold, self.over_norms, self.temper = plan.logits, plan.fold, plan.over_norms, plan.temper
+        self.spec, self.fold, self.cosine, self.temper = plan.logits, plan.fold, plan.cosine, plan.temper
         self.layout = None if turn is None else turn.layout
         self.group = query.shape[1] // plan.key.shape[1]
         self.intervals: list[parts.Interval] = []
@@ -49,11 +49,11 @@ class FewOnCUDA:
         sinks: Tensor | None = None,
         keep: Keep | None = None,
     ) -> Tensor:
-        shape, dtype, scaling, normed = query.shape[:3], query.dtype, self.spec.scaling, self.over_norms is not None
+        shape, dtype, scaling, normed = query.shape[:3], query.dtype, self.spec.scaling, self.cosine is not None
         if not self.intervals:  # nothing is visible
             return query.new_zeros(*shape, value.shape[3])
-        if self.over_norms is not None:
-            query, scaling = self.over_norms(query)
+        if self.cosine is not None:
+            scaling = self.cosine
         elif self.fold is not None:
             query, key, scaling = self.fold(query, key)
         if isinstance(factor, float):

@@ -122,7 +122,7 @@ def scores(
     Args:
         intervals: segments of keys; a pair is in one at most.
         row_scale: float32, broadcastable to (batch, heads, q_len); None is 1.
-        normed: products are divided by the norms of keys.
+        normed: products are divided by the norms of both.
         known: where launches are kept for calls that differ in these tensors alone.
     """
     name = query.stride(), key.stride(), None if row_scale is None else row_scale.stride()

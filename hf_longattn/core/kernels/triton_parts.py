@@ -71,9 +71,10 @@ def scores_kernel(
         q = tl.load(Q + q_at[:, None] + d[None, :], mask=exists[:, None] & (d < D)[None, :], other=0.0)
         k_at = b * stride_kb + h * stride_kh + c * tl.cast(stride_kn, tl.int64)
         k = tl.load(K + k_at[:, None] + d[None, :], mask=within[:, None] & (d < D)[None, :], other=0.0)
-        wide, norm = k.to(tl.float32), 1.0
+        wide, norm, of_query = k.to(tl.float32), 1.0, 1.0
         if NORMED:
             norm = 1.0 / tl.maximum(tl.sqrt(tl.sum(wide * wide, 1)), 1e-30)
+            of_query = 1.0 / tl.maximum(tl.sqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1)), 1e-30)
         if TURN_Q:
             angle = b * stride_qcb + row * stride_qcm + h * stride_qch
             q = _turned(q.to(tl.float32), Q, q_at, exists, QCos, QSin, angle, d, FIRST, PAIRS, INTERLEAVED).to(q.dtype)
@@ -82,7 +83,7 @@ def scores_kernel(
             k = _turned(wide, K, k_at, within, KCos, KSin, angle, d, FIRST, PAIRS, INTERLEAVED).to(k.dtype)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
         if NORMED:
-            s = s * norm[None, :]
+            s = s * of_query[:, None] * norm[None, :]
         if CAP:
             s = s / softcap
             e = tl.exp(-2.0 * tl.abs(s))
