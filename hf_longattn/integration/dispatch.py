@@ -147,11 +147,9 @@ def _attend(
     Args:
         made: the plans over these rows.
     """
-    plan, now, sinks, traced = layer_call.plan, layer_call.now, layer_call.more.get("s_aux"), layer_call.traced
+    plan, sinks, traced = layer_call.plan, layer_call.more.get("s_aux"), layer_call.traced
     config, scaling = plan.config or _LEFT_ALONE, query.shape[-1] ** -0.5 if layer_call.scaling is None else layer_call.scaling
-    # in a pass that a change overtook, those that its plans were made with
-    taken = None if now is None or now.plans is None else now.plans.parts.get(layer_call.module)
-    learned = learned_parts(layer_call.module) if taken is None else taken
+    learned = learned_parts(layer_call.module)
     if query.shape[1] != plan.heads and (sinks is not None or any(m.head_dependent for m in config.methods)):
         config, learned, own = of_these_heads(layer_call.module, query.shape[1], plan.heads, config, learned)
         sinks = own(sinks) if sinks is not None and sinks.shape[0] == plan.heads else sinks
@@ -192,7 +190,7 @@ def _attend(
 def _keep(layer_call: LayerCall, query: Tensor) -> Keep | None:
     """Return the function that finds a layer's kept keys; None: there is no KV cache."""
     now = layer_call.now
-    if query.device.type != "cpu" or now is None or now.cache is None or now.plans is None:
+    if query.device.type != "cpu" or now is None or now.cache is None or now.state is None:
         return None
     return functools.partial(beside, now, getattr(layer_call.module, "layer_idx", None), query.shape[2])
 

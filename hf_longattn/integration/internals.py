@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
+from transformers import PreTrainedModel, modeling_utils
 from transformers.masking_utils import and_masks, causal_mask_function
 from transformers.models.auto import auto_factory, modeling_auto
 
@@ -36,11 +36,6 @@ def get_implementation(config: Any) -> str | None:
 def set_implementation(config: Any, name: str | None) -> None:
     """Let one config run an attention; configs nested in it keep theirs."""
     setattr(config, IMPLEMENTATION, name)
-
-
-def has_own_implementation(config: Any) -> bool:
-    """Tell whether a config's class replaces the property by which Transformers reads the implementation (HRM)."""
-    return type(config)._attn_implementation is not PreTrainedConfig._attn_implementation
 
 
 def commit_of(config: Any) -> str:
@@ -151,6 +146,15 @@ def frame_above(levels: int) -> FrameType | None:
     for _ in range(levels + 1):
         frame = None if frame is None else frame.f_back
     return frame
+
+
+def is_running(frame: FrameType) -> bool:
+    """Tell whether a frame still executes, in whichever thread; one that has ended loses its variables."""
+    try:
+        frame.clear()  # Python refuses it for a frame that executes
+    except RuntimeError:
+        return True
+    return False
 
 
 def is_part(model: PreTrainedModel) -> bool:

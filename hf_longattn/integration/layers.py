@@ -162,12 +162,12 @@ class View:
     @property
     def plans(self) -> list[Any]:
         """The layers' plans, of those that have one."""
-        return [plan for x in self.layers if (plan := vars(x.module).get("longattn_plan")) is not None]
+        return [plan for x in self.layers if (plan := vars(x.module).get("_longattn")) is not None]
 
     @property
     def state(self) -> Any:
         """The model's `AttentionState`; None before any method came."""
-        own = vars(self.inner).get("longattn_state")
+        own = vars(self.inner).get("_longattn")
         return next((plan.state for plan in self.plans), None) if own is None and self.target is None else own
 
     @property

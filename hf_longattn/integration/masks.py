@@ -32,7 +32,7 @@ from ..core.geometry import FAR, AttentionLayout
 from ..core.kernels.kernel import FEW_QUERIES
 from ..core.tracing import readable, sent
 from .internals import Interval, interval_of
-from .names import raw_section
+from .names import Before, raw_section, record_in
 
 INDEX_WIDTH = 6
 
@@ -126,17 +126,8 @@ def attention_function(name: str, module: Any) -> Any:
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
 
 
-class Before(NamedTuple):
-    """The attention that a config ran before its method; kept on the config, where the mask function sees it too."""
-
-    implementation: str  # what `remove` brings back
-    base: str  # what runs the layers that we leave alone: sdpa or eager, the two that a mask of ours can be turned into
-    windows: bool = True  # whether layers with a window are such: see `trained_length.hides`
-
-
 def before(config: Any) -> Before | None:
-    result: Before | None = config.__dict__.get("_longattn_before")
-    return result
+    return None if config is None else record_in(config).before
 
 
 def own_implementation(config: Any) -> str:

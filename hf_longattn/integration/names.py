@@ -8,7 +8,7 @@ parameters may stand behind it ("rerope:window=4096"); they go into the section.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -104,13 +104,42 @@ def name_for(config_name: str) -> str:
     return name
 
 
-def raw_section(config: Any) -> Any:
-    """Return the entry behind `config.longattn`: a user's dict, or the `LongAttnConfig` of a model that runs a method.
+class Before(NamedTuple):
+    """The attention that a config ran before its method; kept on the config, where the mask function sees it too."""
 
-    A config that was read before this package was imported has it under the plain name.
+    implementation: str  # what `remove` brings back
+    base: str  # what runs the layers that we leave alone: sdpa or eager, the two that a mask of ours can be turned into
+    windows: bool = True  # whether layers with a window are such: see `trained_length.hides`
+
+
+class ConfigRecord(NamedTuple):
+    """What is kept of a method with a config object.
+
+    Args:
+        section: what `config.longattn` shows: the `LongAttnConfig` that a model runs, or what a user wrote.
+        before: what ran before.
+        saved: it came with a checkpoint of ours.
     """
+
+    section: Any = None
+    before: Before | None = None
+    saved: bool = False
+
+
+def record_in(config: Any) -> ConfigRecord:
+    """Return the record of a config. One that was read before this package was imported has its section by its plain name."""
     of = vars(config)
-    return of.get("_longattn", of.get("longattn"))
+    return of.get("_longattn") or ConfigRecord(of.get("longattn"))
+
+
+def set_record(config: Any, **changes: Any) -> None:
+    """Change a config's record: put another in its place."""
+    vars(config)["_longattn"] = record_in(config)._replace(**changes)
+
+
+def raw_section(config: Any) -> Any:
+    """Return what is behind `config.longattn`: a user's dict, or the `LongAttnConfig` of a model that runs a method."""
+    return record_in(config).section
 
 
 def parsed_config(config: Any) -> LongAttnConfig | None:

@@ -45,7 +45,7 @@ def observe(model: nn.Module, observer: Observer, layers: Iterable[int] | None =
     try:
         yield observed
     finally:
-        with changing(model):
+        with changing(model, beside_passes=True):
             undo(CALLS)
 
 

@@ -55,8 +55,6 @@ def attach(model: nn.Module, layer: Layer, methods: Sequence[Method], facts: Mod
             "they belong to the method that is being replaced",
         )
     if present:
-        if (plan := plan_of(module)) is not None and plan.state.plans is not None:
-            plan.state.plans.parts.setdefault(module, present)
         del module.longattn
     if learned:
         assert facts is not None

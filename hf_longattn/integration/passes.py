@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache
 
+from ..config import LongAttnConfig
 from ..core.tracing import assert_later, readable
 from .caches import Numbering, cache_in, record_of, values_of
-from .internals import frame_above, get_implementation, is_compiled
+from .internals import frame_above, get_implementation, is_compiled, is_running
 from .layers import View
 from .names import raw_section
-from .state import AttentionState, LayerPlan, Plans, model_lock, model_of, plan_of, refuse_abroad
+from .state import AttentionState, LayerPlan, gate_of, model_of, plan_of, refuse_abroad
 
 _AXES = "this call's tokens are at several positions each, as those of pictures are in a model with M-RoPE, and "
 COMPILED = _AXES + "a remap of rotary distances reads them where nothing is compiled: call without torch.compile"
@@ -46,6 +48,10 @@ _REPLACED = (
     "config.longattn was changed after the method was put into the model; use hf_longattn.apply(model, ...) or "
     "hf_longattn.update(model, ...)"
 )
+_RECOMPUTED = (
+    "a backward pass computes layers again (gradient checkpointing), and the model's method was changed since their forward "
+    "pass: change it after backward()"
+)
 
 _ANY: Numbering = (True, True, True)
 
@@ -56,27 +62,31 @@ class ForwardContext:
 
     Args:
         outer: the pass that this one runs in.
-        plans: the plans of the model's layers when the pass began, kept to its end; None while a graph is traced.
+        state: of the model; None while a graph is traced.
         positions: the position_ids of the innermost model: int64 (batch or 1, q_len), or (axes, batch, q_len).
         weights: the innermost model was asked for attention weights.
         cache: the model's KV cache.
         held: the number of tokens in the cache when the pass began.
         frame: the Python frame that runs the pass; None after its end.
+        whole: what the model ran as the pass began.
+        probed: plans that modules run in place of their own, where rotations are verified.
         axes: under a remap, the call's positions if tokens or cached keys have several each (M-RoPE): int64
             (axes, batch or 1, q_len); None: one each.
-        whole: the positions of the cached keys on each axis; then of all keys.
+        of_keys: the positions of the cached keys on each axis; then of all keys.
         longest: the largest position on the first axis, and the number of tokens.
     """
 
     outer: ForwardContext | None
-    plans: Plans | None
+    state: AttentionState | None
     positions: Tensor | None = None
     weights: bool = False
     cache: Cache | None = None
     held: int | Tensor = 0
     frame: FrameType | None = None
+    whole: LongAttnConfig | None = None
+    probed: Mapping[nn.Module, LayerPlan] | None = None
     axes: Tensor | None = None
-    whole: Tensor | None = None
+    of_keys: Tensor | None = None
     longest: tuple[int, int] = (0, 0)
     ones: int | None = None  # see `CacheRecord`
     after: Numbering | None = None  # the numbering of the keys in the cache after the pass
@@ -85,12 +95,7 @@ class ForwardContext:
     @property
     def runs(self) -> bool:
         """True while the pass goes on: torch calls no hook behind an interrupt, nor one that was removed meanwhile."""
-        try:
-            if self.frame is not None:
-                self.frame.clear()  # Python refuses it for a frame that runs
-        except RuntimeError:
-            return True
-        return False
+        return self.frame is not None and is_running(self.frame)
 
     @property
     def numbers_text(self) -> bool:
@@ -135,16 +140,6 @@ def current_pass() -> ForwardContext | None:
     return now
 
 
-def implementation_in_pass(config: Any) -> str | None:
-    """The name of the attention that a config runs, in a forward pass the one with which that began."""
-    name: str | None = get_implementation(config)
-    if torch.compiler.is_compiling() or (now := _PASS.get()) is None or now.plans is None:
-        return name
-    if now.plans.names.get(id(config), name) == name or (now := current_pass()) is None or now.plans is None:
-        return name
-    return now.plans.names.get(id(config), name)
-
-
 class LayerCall(NamedTuple):
     """The arguments of one layer's call beside its tensors, and its forward pass."""
 
@@ -179,8 +174,9 @@ def find(module: Any, mask: Tensor | None, handed: Tensor | None, traced: bool) 
 
     Raises:
         ValueError: the module has no plan, or config.longattn was replaced behind its back.
+        RuntimeError: a backward pass computes the layer again, and the model runs another method than in the forward pass.
     """
-    plan: LayerPlan | None = module.__dict__.get("longattn_plan")  # as `plan_of`; a call costs as much as a small product
+    plan: LayerPlan | None = module.__dict__.get("_longattn")  # as `plan_of`; a call costs as much as a small product
     if plan is not None and plan.state.unverified is not None and not traced and _PASS.get() is None:
         plan = _verified(module, plan)
     if traced:
@@ -189,8 +185,8 @@ def find(module: Any, mask: Tensor | None, handed: Tensor | None, traced: bool) 
         now = _PASS.get()
         if now is None and mask is not None and (context := mask.__dict__.get("_longattn")) is not None:
             now = context.now
-        if now is not None and now.plans is not None and (began := now.plans.of.get(module, plan)) is not plan:
-            plan = began if now.frame is None or now.runs else plan
+        if now is not None and now.probed is not None:
+            plan = now.probed.get(module, plan)
     if plan is None:
         raise ValueError(
             f"attention {get_implementation(module.config)!r} applies to 0 layers here: {type(module).__name__} was never "
@@ -199,6 +195,8 @@ def find(module: Any, mask: Tensor | None, handed: Tensor | None, traced: bool) 
         )
     if (traced or now is None) and plan.whole is not raw_section(module.config):  # else it was compared as the pass began
         raise ValueError(_REPLACED)
+    if now is not None and now.frame is None and not traced and plan.index >= 0 and plan.whole is not now.whole:
+        raise RuntimeError(_RECOMPUTED)
     if now is None:  # a layer by itself, or one that is compiled by itself
         if not traced:
             refuse_abroad(module, plan)
@@ -237,41 +235,49 @@ def watch(view: View, state: AttentionState) -> None:
 
 def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     positions = kwargs.get("position_ids", args[place] if len(args) > place else None)
-    remapped = state.remapped and state.disabled is None
     weights = bool(kwargs.get("output_attentions"))
     if torch.compiler.is_compiling():
-        if remapped and positions is not None and positions.ndim > 2:
+        if state.remapped and state.disabled is None and positions is not None and positions.ndim > 2:
             assert_later((positions == positions[:1]).all(), COMPILED)
         state.traced = ForwardContext(None, None, positions, weights)
         return
     outer = current_pass()
-    if outer is not None and outer.plans is not None and outer.plans.state is state:
-        plans = outer.plans  # a pass inside another runs what that does
-    else:
-        if state.unverified is not None:
-            state.unverified(state, model)
-        plans = state.plans or state.publish(View(model))
-        if not (plans.hold and plans.stand):
-            with model_lock(state):  # a change in another thread may have come half way
-                plans = state.plans or state.publish(View(model))
-                if not plans.hold:
-                    raise ValueError(_REPLACED)
-                if not plans.stand and state.renew is not None:
-                    plans = state.renew(state, model)
-    state.claims.settle()
     cache = cache_in((*args, *kwargs.values()))
     held = 0 if cache is None else cache.get_seq_length() + 0  # a new tensor where it is one, which counts on
+    now = ForwardContext(outer, state, positions, weights, cache, held, frame_above(2))
+    if outer is not None and outer.state is state:  # a pass inside another
+        now.probed = outer.probed
+    else:
+        gate = gate_of(state)
+        with gate.lock:  # a change in another thread comes to its end first
+            _prepare(state, model)
+            gate.running[:] = [*(other for other in gate.running if other.runs), now]
+    now.whole = state.whole
+    state.claims.settle()
     if cache is not None and record_of(cache).get("uneven"):
         if held:
             raise ValueError(_BROKEN_OFF)
         record_of(cache)["uneven"] = False
-    now = ForwardContext(outer, plans, positions, weights, cache, held, frame_above(2))
-    _several(now, remapped)
+    _several(now, state.remapped and state.disabled is None)
     if now.axes is not None:
         _check_several(now, state, model)
     if cache is not None and (kept := state.beside.get(cache)) is not None:
         kept.begin(cache)
     _PASS.set(now)
+
+
+def _prepare(state: AttentionState, model: Any) -> None:
+    """Before a pass: the model's rotations are verified, and its layers are planned if they are others now.
+
+    ValueError: its configs do not say what it runs.
+    """
+    if state.unverified is not None:
+        state.unverified(state, model)
+    arrangement = state.arrangement or state.arrange(View(model))
+    if not arrangement.is_described:
+        raise ValueError(_REPLACED)
+    if not arrangement.stands and state.renew is not None:
+        state.renew(state, model)
 
 
 def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:
@@ -282,34 +288,32 @@ def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:
     if now is None or now.frame not in (frame_above(1), frame_above(2)):
         return  # it raised before it began, or the hook came in its midst
     _PASS.set(now.outer)
+    if now in (running := gate_of(state).running):
+        running.remove(now)
     if output is None and now.cache is not None and bool(now.cache.get_seq_length() != now.held):
         record_of(now.cache)["uneven"] = True  # it failed, and layers behind the one that did have written nothing
     cache = cache_in(values_of(output))  # None where the pass failed
     if cache is not None and now.after is not None:
         record_of(cache).update({"numbering": now.after, "ones": now.ones})
-    if cache is not None and now.axes is not None and now.whole is not None:
-        record_of(cache)["axes"] = now.whole
+    if cache is not None and now.axes is not None and now.of_keys is not None:
+        record_of(cache)["axes"] = now.of_keys
     now.frame = now.cache = now.outer = None  # masks know the pass, and may outlive it
 
 
-class Probing:
-    """While open, this thread's calls of a model's layers are those of a pass under plans that the model does not have."""
-
-    def __init__(self, plans: Plans) -> None:
-        self.plans = plans
-
-    def __enter__(self) -> None:
-        self._now = ForwardContext(current_pass(), self.plans, frame=frame_above(1))
-        _PASS.set(self._now)
-
-    def __exit__(self, *_: Any) -> None:
-        _PASS.set(self._now.outer)
-        self._now.frame = None
+@contextmanager
+def probing(state: AttentionState, plans: Mapping[nn.Module, LayerPlan]) -> Iterator[None]:
+    """While open, this thread's calls of a model's layers run plans that the model does not have."""
+    now = ForwardContext(current_pass(), state, frame=frame_above(2), probed=plans)  # of the `with`
+    token = _PASS.set(now)
+    try:
+        yield
+    finally:
+        _PASS.reset(token)
 
 
-def is_under(plans: Plans) -> bool:
-    """Tell whether this thread's pass runs these plans."""
-    return (now := _PASS.get()) is not None and now.plans is plans
+def is_probing() -> bool:
+    """Tell whether this thread's pass is one of `probing`."""
+    return (now := _PASS.get()) is not None and now.probed is not None
 
 
 def _several(now: ForwardContext, remapped: bool) -> None:
@@ -335,7 +339,7 @@ def _several(now: ForwardContext, remapped: bool) -> None:
     if positions is None:
         raise ValueError(_SAY)
     own = (positions if positions.ndim > 2 else positions[None])[-3:]  # of four the first numbers the text
-    now.axes, now.whole = own.expand(3, -1, -1), known
+    now.axes, now.of_keys = own.expand(3, -1, -1), known
     now.longest = int(own[0].max()), held + own.shape[-1]
     if known is not None and held:
         if bool((own[0, :, 0] > known.amax((0, 2)).to(own.device) + 1).any()):  # keys were thrown away
@@ -350,7 +354,8 @@ def _check_several(now: ForwardContext, state: AttentionState, model: Any) -> No
         ValueError: a remap is not defined for such tokens, or how the model turns them is not understood.
         NotImplementedError: some of its layers are compiled, which see one position.
     """
-    changed = [] if now.plans is None else [p for p in now.plans.of.values() if p.rotary is not None and not now.unchanged(p)]
+    plans = [plan for m in model.modules() if (plan := plan_of(m)) is not None and plan.state is state]
+    changed = [plan for plan in plans if plan.rotary is not None and not now.unchanged(plan)]
     for plan in changed:
         remap = None if plan.config is None else plan.config.remap
         if remap is not None and remap.why_one_axis is not None:

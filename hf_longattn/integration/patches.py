@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,13 +21,25 @@ from .layers import View, language_config
 from .masks import own_implementation
 from .max_length import announce, announce_beside
 from .model import apply, change, say_what_runs, warn_of_lost_softcap, warn_untrained
-from .names import PREFIX, TRIPWIRE, hint, is_longattn_name, methods_in, ours_in, raw_section, register_combination, short
+from .names import (
+    PREFIX,
+    TRIPWIRE,
+    hint,
+    is_longattn_name,
+    methods_in,
+    ours_in,
+    raw_section,
+    record_in,
+    register_combination,
+    set_record,
+    short,
+)
 from .offload import keep_learned, refuse_to_save
 from .parameters import initialise
-from .passes import carried, implementation_in_pass
+from .passes import carried
 from .patch import Patch
 from .planning import prepare, refuse_name
-from .resume import load_checkpoint
+from .resume import train
 from .saved_method import by_number
 from .state import Section, own_configs, remember
 
@@ -44,7 +55,7 @@ def _get_section(self: PreTrainedConfig) -> dict[str, Any] | None:
 
 
 def _set_section(self: PreTrainedConfig, value: dict[str, Any] | LongAttnConfig | None) -> None:
-    self.__dict__["_longattn"] = copy.deepcopy(value) if isinstance(value, Section) else value
+    set_record(self, section=copy.deepcopy(value) if isinstance(value, Section) else value)
     text = language_config(self)
     for key in self.sub_configs:  # as _attn_implementation does, but only towards the language model
         if (sub := getattr(self, key, None)) is not None and language_config(sub) is text:
@@ -53,8 +64,8 @@ def _set_section(self: PreTrainedConfig, value: dict[str, Any] | LongAttnConfig 
 
 def _to_dict(original: Callable[..., dict[str, Any]], self: PreTrainedConfig) -> dict[str, Any]:
     out = original(self)
-    section = out.pop("_longattn", out.pop("longattn", None))
-    for ours in ("_longattn_before", "_longattn_saved"):
+    section = raw_section(self)
+    for ours in ("_longattn", "longattn"):
         out.pop(ours, None)
     text = language_config(self)
     if text is self:
@@ -86,7 +97,7 @@ def _from_dict(original: Callable[..., Any], cls: type, config_dict: dict[str, A
     out = original(cls, config_dict, **kwargs)
     if saved:
         config = out[0] if isinstance(out, tuple) else out
-        config.__dict__["_longattn_saved"] = True
+        set_record(config, saved=True)
         if config.architectures and not {"vllm", "sglang"} & sys.modules.keys():  # to them a strict checkpoint stays one
             config.architectures = [name.removeprefix(TRIPWIRE) for name in config.architectures]
     return out
@@ -118,11 +129,7 @@ def _keeping_our_name(original: Any) -> property:
         if value is None and is_longattn_name(ours):
             set_implementation(self, ours)
 
-    @functools.wraps(original.fget)
-    def implementation(self: PreTrainedConfig) -> str | None:
-        return implementation_in_pass(self)
-
-    return property(implementation, setter, original.fdel, original.__doc__)
+    return property(original.fget, setter, original.fdel, original.__doc__)
 
 
 def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config: Any = None, **kwargs: Any) -> Any:
@@ -145,7 +152,7 @@ def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config
             f"the adapter was trained under {adapted.name}, and runs under it: attn_implementation={asked!r} is for the "
             "layers that the method leaves alone. To run without it: hf_longattn.remove(model)"
         )
-    if not model.config.__dict__.get("_longattn_saved"):
+    if not record_in(model.config).saved:
         warn_untrained(view, view.running)
     return out
 
@@ -340,8 +347,7 @@ PATCHES = (
         PreTrainedConfig,
         "_attn_implementation",
         _keeping_our_name,
-        "None would remove the method of a config that exists already, and a part that is not there be passed over; a change "
-        "would reach passes that run",
+        "None would remove the method of a config that exists already, and a part that is not there be passed over",
         whole=True,
     ),
     Patch(PreTrainedModel, "from_pretrained", _from_pretrained, "with config=, longattn= would reach the model's constructor"),
@@ -375,16 +381,5 @@ PATCHES = (
     Patch(Cache, "reorder_cache", carried, "where pictures stand (M-RoPE) is kept beside a cache, and goes with its rows"),
     Patch(Cache, "batch_repeat_interleave", carried, "the same"),
     Patch(Cache, "batch_select_indices", carried, "the same"),
-    Patch(
-        "transformers.trainer:Trainer",
-        "_load_from_checkpoint",
-        load_checkpoint,
-        "Trainer would continue from weights of another attention",
-    ),
-    Patch(
-        "transformers.trainer:Trainer",
-        "_load_optimizer_and_scheduler",
-        load_checkpoint,
-        "the same where DeepSpeed loads the weights",
-    ),
+    Patch("transformers.trainer:Trainer", "train", train, "it would continue from weights of another attention"),
 )

@@ -21,7 +21,6 @@ from .saved_method import by_number, refuse_kind
 from .state import (
     AttentionState,
     LayerPlan,
-    Plans,
     is_settled,
     plan_of,
     refuse_shared,
@@ -74,10 +73,10 @@ def put(view: View, config: LongAttnConfig, name: str, longer: int | None = None
         refuse_kind(adapter, config)
     bound, plans, facts = _plan(view, config, state, longer)
     plans |= left_alone
-    if verify:
-        plans |= verify_rotations(view, plans, {id(c): name for c in view.speaking})
     for c in view.speaking:
         set_implementation(c, name)  # not by the property, which would switch towers too
+    if verify:
+        plans |= verify_rotations(view, plans)
     state.set_running(view, bound)
     for layer in view.layers:
         set_plan(layer.module, plans.get(layer.module))
@@ -114,11 +113,11 @@ def settle(view: View) -> None:
     put(view, config, name_for(config.name))
 
 
-def renew(state: AttentionState, model: nn.Module) -> Plans:
+def renew(state: AttentionState, model: nn.Module) -> None:
     """Plan a model anew whose layers are not those that were planned. ValueError: see `settle`."""
     view = View(whole_of(state, model))
     settle(view)
-    return state.publish(view)
+    state.arrange(view)
 
 
 def _refuse_numbers(view: View, config: LongAttnConfig) -> None:

@@ -193,18 +193,18 @@ def _on_host(seen: ParsedMask, position_ids: Tensor, kv_len: int, now: ForwardCo
         known = position_ids.to(rows.index.device)
     else:
         assert now is not None
-        assert now.plans is not None
+        assert now.state is not None
         known, first = expected, int(expected[0, 0])
         shared = bool((expected == first).all())
         holds = (position_ids == (first if shared else sent(expected, position_ids.device))).all()
-        now.plans.state.claims.claim(holds, _LATE)
+        now.state.claims.claim(holds, _LATE)
     kept["position_ids"] = position_ids, known
     return known
 
 
 def _continued(seen: ParsedMask, position_ids: Tensor, kv_len: int, now: ForwardContext | None) -> Tensor | None:
     """The position_ids of few tokens that continue a cache as it was numbered, (batch, q_len); None: they may be any."""
-    if now is None or now.plans is None or now.cache is None or now.axes is not None or _several_processes():
+    if now is None or now.state is None or now.cache is None or now.axes is not None or _several_processes():
         return None
     rows, counted = seen.rows, seen.counted
     numbering, q_len = record_of(now.cache).get("numbering"), rows.index.shape[1]
@@ -246,11 +246,11 @@ def _by_axis(seen: ParsedMask, rows: AttentionLayout, now: ForwardContext, kv_le
     """The rows of a text with pictures, whose tokens are at several positions each; those of cached keys the pass knows."""
     assert now.axes is not None
     held = now.longest[1] - now.axes.shape[2]
-    if now.whole is None or now.whole.shape[2] == held:
-        known = _of_text(seen, now, kv_len, held) if now.whole is None else now.whole
+    if now.of_keys is None or now.of_keys.shape[2] == held:
+        known = _of_text(seen, now, kv_len, held) if now.of_keys is None else now.of_keys
         batch = max(known.shape[1], now.axes.shape[1])
-        now.whole = torch.cat([x.expand(3, batch, -1).to(now.axes.device) for x in (known, now.axes)], -1)
-    whole, index = now.whole.to(rows.index.device), rows.columns
+        now.of_keys = torch.cat([x.expand(3, batch, -1).to(now.axes.device) for x in (known, now.axes)], -1)
+    whole, index = now.of_keys.to(rows.index.device), rows.columns
     batch = max(whole.shape[1], len(rows.index))
 
     def at(which: Tensor) -> Tensor:  # (batch or 1, n)

@@ -15,12 +15,14 @@ from .model import running
 from .saved_method import ADAPTER, computed, method_in, saved_in
 
 
-def load_checkpoint(original: Callable[..., Any], self: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wraps what `transformers.Trainer` calls with the folder that it resumes from."""
-    if checkpoint is not None:
+def train(original: Callable[..., Any], self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Wraps `transformers.Trainer.train`: looks at the folder that it resumes from first."""
+    from transformers.trainer_utils import get_last_checkpoint  # as costly as Trainer, which is imported by now
+
+    if folder := get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint:
         scheduled = {name for callback in self.callback_handler.callbacks for name in getattr(callback, "schedules", ())}
-        refuse_other_attention(self.model, Path(checkpoint), scheduled)
-    return original(self, checkpoint, *args, **kwargs)
+        refuse_other_attention(self.model, Path(folder), scheduled)
+    return original(self, resume_from_checkpoint, *args, **kwargs)
 
 
 def refuse_other_attention(model: nn.Module, folder: Path, scheduled: Collection[str] = ()) -> None:

@@ -93,7 +93,7 @@ def beside(now: Any, number: int | None, q_len: int, by: Hashable, key: Tensor) 
         return None
     if key.is_inference():
         layer.keys = key = _counted(key)
-    caches = now.plans.state.beside
+    caches = now.state.beside
     if (kept := caches.get(cache)) is None:
         kept = caches[cache] = RotatedKeyCache()
     own = kept.layers.get(number)

@@ -1,22 +1,18 @@
 """The attention state of a model: all that is kept about it, and how it is put back.
 
-    model.longattn_state      of the innermost model around its attention: the `AttentionState`
-    module.longattn_plan      of each attention module: its `LayerPlan`, which leads there, unless it came from another model
-    module.longattn           its learned parts; state_dicts say so
-    model.longattn_adapters   the configs of adapters that PEFT notes nowhere on the model
-    config._longattn          what `config.longattn` shows: the `LongAttnConfig` that a model runs, or what a user wrote
-    config._longattn_before   what ran before (`masks.Before`), where mask functions can see it
-    config._longattn_saved    that it came with a checkpoint of ours, for as long as it is loaded
-    config.longattn_lengths   what it said of the longest text, while a method reads further: see `max_length`
-    module.longattn_vllm      in vLLM, in the place of a plan: the `Part` of each attention module
+Whatever it belongs to has it as `_longattn`:
 
-Copies and pickles of a model take it along; models that share their attention modules share it. What belongs to less than a
-model goes with that:
+    the innermost model around the attention    its `AttentionState`
+    each attention module                       its `LayerPlan`, which leads there, unless it came from another model; in vLLM
+                                                its `Part`
+    a config                                    its `ConfigRecord`
+    the mask of a pass                          its `MaskContext`, which leads to the pass
+    a KV cache                                  its `CacheRecord`
 
-    mask._longattn      of a pass's mask: its `MaskContext`, which leads to the pass
-    cache._longattn     of a KV cache: its `CacheRecord`
-
-What a model made of the keys in a cache lies beside the cache and goes with it: `AttentionState.beside`.
+Beside these, where other packages look for it: `module.longattn`, an attention module's learned parts, by which state_dicts
+name them; `config.longattn_lengths`, which is saved (see `max_length`); `model.longattn_adapters`, the configs of adapters
+that PEFT notes nowhere on the model. Copies and pickles of a model take all this along; models that share their attention
+modules share it. What a model made of the keys in a cache lies beside the cache and goes with it: `AttentionState.beside`.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ import functools
 import math
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
@@ -43,9 +39,9 @@ from ..core.tables import TableCache
 from .device_checks import Claims
 from .internals import HOOKS, IMPLEMENTATION, buffers_of, children_of, get_implementation, is_replica, set_implementation
 from .layers import View, pretrained
-from .masks import Before, before
+from .masks import before
 from .max_length import announce
-from .names import is_longattn_name, raw_section
+from .names import Before, is_longattn_name, raw_section, record_in, set_record
 from .rope import Tables, build, exchange
 from .rotated_key_cache import RotatedKeyCache
 from .rotation import RotarySource
@@ -85,9 +81,10 @@ class AttentionState:
 
     tables: TableCache = field(default_factory=lambda: TableCache(TABLE_BYTES))
     strength: Tensor | None = None  # of the logit map once it is other than 1: compiled graphs read it when they run
-    plans: Plans | None = None  # of all its layers; copies have none, until their first forward pass
+    whole: LongAttnConfig | None = None  # what the model runs
+    arrangement: Arrangement | None = None  # of its layers; copies have none, until their first forward pass
     layers: tuple[int, ...] = ()  # the numbers of those that a method may go into, as they were when it came
-    renew: Callable[..., Plans] | None = None  # what finds out, as a pass begins, what a model runs whose layers are others
+    renew: Callable[..., None] | None = None  # what plans a model anew, as a pass begins, whose layers are others
     passes: tuple[RemovableHandle, ...] = ()  # hooks around a forward pass: see `passes.watch`
     traced: Any = None  # the `ForwardContext` that a graph is traced through
     group: Any = None  # of the processes that share each of its sequences: see `engines.ulysses`; copies have none
@@ -104,23 +101,24 @@ class AttentionState:
     def set_running(self, view: View, config: LongAttnConfig) -> None:
         """Let the configs of a model and its language model hold what it runs, and compiled graphs its strength."""
         for c in (*view.speaking, view.model.config):
-            vars(c)["_longattn"] = config
+            set_record(c, section=config)
+        self.whole = config
         self.layers = tuple(x.index for x in view.candidates)
-        vars(view.inner)["longattn_state"] = self
+        vars(view.inner)["_longattn"] = self
         value = config.strength
         if value is None:
             self.strength = None
         elif value != 1 or self.strength is not None:
             self.strength = torch.tensor(value, dtype=torch.float64, device="cpu")
 
-    def publish(self, view: View) -> Plans:
-        """Let forward passes that begin from now on run what a model's modules say now."""
-        names = {id(c): get_implementation(c) for c in view.configs}
-        of = {x.module: plan for x in view.layers if (plan := plan_of(x.module)) is not None and plan.state is self}
-        plans = Plans(self, of, tuple(view.configs), names, _lay(view) if is_settled(view) else None)
+    def arrange(self, view: View) -> Arrangement:
+        """Note how a model's layers lie now and what its configs describe, with which forward passes compare it."""
+        plans = [(x.module, plan) for x in view.layers if (plan := plan_of(x.module)) is not None and plan.state is self]
+        described = list({id(m.config): (m.config, plan.whole) for m, plan in plans}.values())
+        arrangement = Arrangement(described, *(_lay(view) if is_settled(view) else ()))
         if not is_replica(view.model):
-            self.plans = plans
-        return plans
+            self.arrangement = arrangement
+        return arrangement
 
     @property
     def orphaned(self) -> bool:
@@ -128,7 +126,7 @@ class AttentionState:
         return self.alone or any(handle.hooks_dict_ref() is None for handle in self.passes)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = vars(self) | {"plans": None, "group": None, "beside": None}
+        own = vars(self) | {"arrangement": None, "group": None, "beside": None}
         return own | ({"alone": True, "passes": (), "guards": ()} if self.orphaned else {})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -172,71 +170,51 @@ class LayerPlan:
         return self.state.kinds.setdefault((self.config, self.rotary), object())
 
 
-class Laid(NamedTuple):
-    """The arrangement of a model's layers.
+class Arrangement(NamedTuple):
+    """A model's configs and the places of its layers, as they were when it was planned.
 
     Args:
-        children: of the modules from the innermost model to its attention, as they have them; held: what these were.
+        described: the configs of attention modules, each with what its entry held.
+        children: of the modules from the innermost model to its attention, as they have them; None where its layers are
+            others than those that its method was put into. held: what these were.
         attention: the entries of each attention module; numbers: what number each had.
     """
 
-    children: list[Any]
-    held: list[tuple[Any, ...]]
-    attention: list[dict[str, Any]]
-    numbers: list[int | None]
-
-
-@dataclass(frozen=True, eq=False)
-class Plans:
-    """The plans of all layers: each forward pass takes them as it begins, and a change puts others in their place.
-
-    Args:
-        of: its attention modules' plans.
-        configs, names: its configs, and the implementation of each by its id.
-        laid: how its layers lay; None where they are others than those that its method was put into.
-        parts: learned parts that a change has taken out of its modules, for the passes that still compute with them.
-    """
-
-    state: AttentionState
-    of: dict[nn.Module, LayerPlan]
-    configs: tuple[Any, ...]
-    names: dict[int, str | None]
-    laid: Laid | None = None
-    parts: dict[nn.Module, dict[str, nn.Module]] = field(default_factory=dict)
-
-    @functools.cached_property
-    def _described(self) -> list[tuple[Any, Any]]:
-        return list({id(m.config): (m.config, plan.whole) for m, plan in self.of.items()}.values())
+    described: list[tuple[Any, Any]]
+    children: list[Any] | None = None
+    held: list[tuple[Any, ...]] | None = None
+    attention: Sequence[dict[str, Any]] = ()
+    numbers: Sequence[int | None] = ()
 
     @property
-    def hold(self) -> bool:
+    def is_described(self) -> bool:
         """True: all configs still describe what was planned; those that run no method need not."""
-        return all(raw_section(c) is whole or not is_longattn_name(get_implementation(c)) for c, whole in self._described)
+        return all(raw_section(c) is whole or not is_longattn_name(get_implementation(c)) for c, whole in self.described)
 
     @property
-    def stand(self) -> bool:
+    def stands(self) -> bool:
         """True: the model's layers are those that were planned, at their places and with their numbers."""
-        if self.laid is None:
+        if self.children is None or [x.get("layer_idx") for x in self.attention] != self.numbers:
             return False
-        numbers = [x.get("layer_idx") for x in self.laid.attention]
-        return numbers == self.laid.numbers and [tuple(x.values()) for x in self.laid.children] == self.laid.held
+        return [tuple(x.values()) for x in self.children] == self.held
 
 
 def plan_of(module: nn.Module) -> LayerPlan | None:
     """The plan of an attention module, if it has one."""
-    return module.__dict__.get("longattn_plan")
+    plan = module.__dict__.get("_longattn")
+    return plan if isinstance(plan, LayerPlan) else None
 
 
 def set_plan(module: nn.Module, plan: LayerPlan | None) -> None:
-    module.__dict__.pop("longattn_plan", None)
+    module.__dict__.pop("_longattn", None)
     if plan is not None:
-        module.__dict__["longattn_plan"] = plan
+        module.__dict__["_longattn"] = plan
 
 
 def state_of(model: nn.Module) -> AttentionState | None:
     """The state of a model, or of one that it is a part of; None before any method came."""
-    own = (vars(m).get("longattn_state") for m in model.modules())
-    found: AttentionState | None = next((state for state in own if state is not None), None)
+    own = (vars(m).get("_longattn") for m in model.modules())
+    found = next((state for state in own if isinstance(state, AttentionState)), None)
     return found or next((plan.state for m in model.modules() if (plan := plan_of(m)) is not None), None)
 
 
@@ -252,13 +230,13 @@ def is_settled(view: View) -> bool:
     return all(plans[0] is not None and raw_section(c) is plans[0].whole for c in view.speaking)
 
 
-def _lay(view: View) -> Laid:
-    """See `Plans.laid`: of the modules from the innermost model to its attention."""
+def _lay(view: View) -> tuple[list[Any], list[tuple[Any, ...]], list[dict[str, Any]], list[int | None]]:
+    """Return all of an `Arrangement` but the first."""
     attention = [x.module for x in view.candidates]
     inside = {x for module in attention for x in module.modules()}
     around = [m for m in view.inner.modules() if m not in inside and not inside.isdisjoint(m.modules())]
     children, own = [children_of(m) for m in around], [vars(x) for x in attention]
-    return Laid(children, [tuple(x.values()) for x in children], own, [x.get("layer_idx") for x in own])
+    return children, [tuple(x.values()) for x in children], own, [x.get("layer_idx") for x in own]
 
 
 class Undo:
@@ -284,32 +262,59 @@ class Undo:
 
 
 #: The entries that decide how calls are computed.
-CALLS = (IMPLEMENTATION, "_longattn", "_longattn_before", "longattn_plan", "longattn_state")
+CALLS = (IMPLEMENTATION, "_longattn", "whole", "strength")
 
 
-#: Locks by model or state, which changes from several threads take in turn. Forward passes take none.
-_LOCKS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
+@dataclass(eq=False)
+class Gate:
+    """What keeps the changes of a model and its forward passes apart: passes begin, and changes are made, under one lock.
+
+    Args:
+        lock: held by a pass as it begins, and by a change to its end. Nests.
+        running: the `ForwardContext` of each pass that has not ended; an interrupted one stays, and does not run.
+    """
+
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    running: list[Any] = field(default_factory=list)
+
+
+#: By state, or by model where no method came yet.
+_GATES: WeakKeyDictionary[Any, Gate] = WeakKeyDictionary()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_LOCKS.clear)  # there are no other threads, whatever they were doing
+    os.register_at_fork(after_in_child=_GATES.clear)  # there are no other threads, whatever they were doing
 
 
-def model_lock(of: Any) -> threading.RLock:
-    """Return the lock of a model or its state, under which no other thread changes the model. Nests."""
-    return _LOCKS.setdefault(of, threading.RLock())
+def gate_of(of: Any) -> Gate:
+    """Return the gate of a state, or of a model without one."""
+    return _GATES.setdefault(of, Gate())
 
 
 @contextmanager
-def changing(model: nn.Module) -> Iterator[View]:
-    """A change of a model's attention, beside which no other thread changes it; afterwards passes begin under what it made."""
+def changing(model: nn.Module, beside_passes: bool = False) -> Iterator[View]:
+    """A change of a model's attention, beside which no other thread changes it and no pass begins.
+
+    Args:
+        beside_passes: it changes nothing that a pass which runs computes.
+
+    Raises:
+        RuntimeError: a forward pass of the model runs.
+    """
     base = pretrained(model)
-    with model_lock(state_of(base) or base):
+    gate = gate_of(state_of(base) or base)
+    with gate.lock:
+        gate.running[:] = [now for now in gate.running if now.runs]
+        if gate.running and not beside_passes:
+            raise RuntimeError(
+                f"the attention of {type(base).__name__} is changed while a forward pass of it runs, in another thread or in "
+                "a hook: change it between two passes (while generate() runs, between two tokens: stop it first)"
+            )
         view = View(base)
         if own_configs(view):
             view = View(base)
         refuse_shared(view)
         yield view
         if (state := view.state) is not None:
-            state.publish(view)
+            state.arrange(view)
 
 
 @contextmanager
@@ -323,8 +328,6 @@ def transaction(model: nn.Module) -> Iterator[View]:
             yield view
         except BaseException:
             undo()
-            if view.state is not None and view.state.plans is not None:
-                view.state.plans.parts.clear()  # they are in their modules again
             raise
 
 
@@ -396,10 +399,7 @@ def own_configs(view: View) -> bool:
     memo: dict[int, Any] = {}
     copies = {id(c): copy.deepcopy(c, memo) for c in mine}
     for c in mine:  # plans know their config by identity
-        copies[id(c)].__dict__ |= {k: c.__dict__[k] for k in ("_longattn", "_longattn_before") if k in c.__dict__}
-    if view.state is not None and view.state.plans is not None:  # for the passes that run
-        names = view.state.plans.names
-        names.update({id(copies[known]): names[known] for known in copies.keys() & names.keys()})
+        vars(copies[id(c)])["_longattn"] = record_in(c)
     for module in modules:
         vars(module).update({k: copies[id(v)] for k, v in vars(module).items() if id(v) in copies})
     return True
@@ -412,7 +412,7 @@ def release(view: View) -> None:
         if not is_longattn_name(get_implementation(layer.module.config)):
             set_plan(layer.module, None)
     if state is not None and not view.plans:
-        vars(view.inner).pop("longattn_state", None)
+        vars(view.inner).pop("_longattn", None)
         for handle in (*state.guards, *state.passes):
             handle.remove()
         with _MODELS_LOCK:
@@ -430,7 +430,7 @@ def remember(view: View, config: Any, implementation: str | None = None) -> Befo
     if getattr(config, "attn_logit_softcapping", None):
         pick = "eager"  # older releases pick sdpa, which drops the cap
     known = Before(implementation or pick, "eager" if implementation == "eager" else pick, hides(config))
-    config.__dict__["_longattn_before"] = known
+    set_record(config, before=known)
     return known
 
 

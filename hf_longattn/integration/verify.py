@@ -16,12 +16,12 @@ from ..config import LongAttnConfig
 from ..core.call import Call
 from ..core.tracing import readable
 from ..user_warnings import warn
-from .internals import get_implementation, has_hook, has_own_implementation, set_implementation
+from .internals import get_implementation, has_hook
 from .layers import Layer, View
 from .names import is_longattn_name
-from .passes import Probing, is_under
+from .passes import is_probing, probing
 from .rotation import FAR_APART, PROBE, Convention, RotarySource, find_rotary, settle, settle_axes
-from .state import AttentionState, LayerPlan, Plans, model_lock, plan_of, set_plan
+from .state import AttentionState, LayerPlan, gate_of, plan_of, set_plan
 
 #: Why a layer is not remapped, or left alone where nothing else changes it.
 NOT_ROTATED = "no rotary encoding"
@@ -42,7 +42,7 @@ def rotation_of(view: View, layers: list[Layer]) -> RotarySource | None:
 
 
 @torch.no_grad()
-def verify_rotations(view: View, plans: Mapping[nn.Module, LayerPlan], names: dict[int, str]) -> dict[nn.Module, LayerPlan]:
+def verify_rotations(view: View, plans: Mapping[nn.Module, LayerPlan]) -> dict[nn.Module, LayerPlan]:
     """Check every rotation that plans rely on, by a forward pass of a few tokens; nothing is written to the model.
 
     Every attention module gets the first token's hidden state at every position, whatever the layers before made of it
@@ -50,7 +50,6 @@ def verify_rotations(view: View, plans: Mapping[nn.Module, LayerPlan], names: di
 
     Args:
         plans: of all its attention modules, as they are to be.
-        names: implementations of its configs by id, where they are not yet those.
 
     Returns:
         other plans for layers that do not rotate.
@@ -62,7 +61,7 @@ def verify_rotations(view: View, plans: Mapping[nn.Module, LayerPlan], names: di
     sources = {x: plan.rotary for x, plan in rotated if plan.rotary is not None and not plan.rotary.verified}
     if not sources or not _computes(view):
         return {}
-    computed = _probed(view, plans, list(sources), names, view.model)
+    computed = _probed(view, plans, list(sources), view.model)
     settled: list[tuple[RotarySource, Convention | None, list[Layer]]] = []
     for source in dict.fromkeys(sources.values()):
         own = [x for x, other in sources.items() if other is source]
@@ -81,7 +80,7 @@ def verify_rotations(view: View, plans: Mapping[nn.Module, LayerPlan], names: di
 
 
 def _probed(
-    view: View, plans: Mapping[nn.Module, LayerPlan], layers: list[Layer], names: dict[int, str], called: Any, **given: Any
+    view: View, plans: Mapping[nn.Module, LayerPlan], layers: list[Layer], called: Any, **given: Any
 ) -> dict[str, Call]:
     """Return the calls of layers, by name, on one token repeated at PROBE positions.
 
@@ -94,24 +93,15 @@ def _probed(
     for x in layers:
         observer = functools.partial(computed.__setitem__, x.name)
         probed[x.module] = replace(plans[x.module], config=LongAttnConfig(), rotary=None, observer=observer)
-    probing = Plans(plans[layers[0].module].state, probed, tuple(view.configs), {**names})
-    hook = functools.partial(_with_equal_tokens, probing)
-    equal = [x.module.register_forward_pre_hook(hook, with_kwargs=True) for x in view.layers if not x.why_never]
-    # configs with a property of their own (HRM) do not ask what a pass runs
-    deaf = [c for c in view.configs if has_own_implementation(c)]
-    before = [(c, get_implementation(c)) for c in deaf if id(c) in names]
+    equal = [x.module.register_forward_pre_hook(_with_equal_tokens, with_kwargs=True) for x in view.layers if not x.why_never]
     try:
-        for c, _ in before:
-            set_implementation(c, names[id(c)])
         device = view.model.get_input_embeddings().weight.device
         ids = torch.ones(1, PROBE, dtype=torch.int64, device="cpu" if device.type == "meta" else device)
-        with evaluating(view.model), Probing(probing):
+        with evaluating(view.model), probing(plans[layers[0].module].state, probed):
             type(called).forward(called, input_ids=ids, use_cache=False, **given)  # the instance's may be a trainer's
     finally:
         for handle in equal:
             handle.remove()
-        for c, name in before:
-            set_implementation(c, name)
     return computed
 
 
@@ -165,15 +155,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def verify_at_first_call(state: AttentionState, model: Any) -> None:
     """Verify rotations once a model that was built without weights computes."""
-    with model_lock(state):
+    with gate_of(state).lock:
         view = View(model)
         # without one of our names it is disabled; without `unverified`, another thread has done it
         ours = any(is_longattn_name(get_implementation(c)) for c in view.configs)
         if state.unverified is not None and ours and _computes(view):
             plans = {x.module: plan for x in view.layers if (plan := plan_of(x.module)) is not None}
-            for module, plan in verify_rotations(view, plans, {}).items():
+            for module, plan in verify_rotations(view, plans).items():
                 set_plan(module, plan)
-            state.publish(view)
+            state.arrange(view)
             state.unverified = None
 
 
@@ -187,7 +177,7 @@ def verify_axes(state: AttentionState, model: Any, axes: int) -> None:
     Raises:
         ValueError: that is not understood.
     """
-    with model_lock(state):
+    with gate_of(state).lock:
         view = View(model)
         plans = {x.module: plan for x in view.layers if (plan := plan_of(x.module)) is not None}
         rotary = {x: plan.rotary for x in view.layers if (plan := plans.get(x.module)) is not None and plan.rotary is not None}
@@ -206,7 +196,7 @@ def verify_axes(state: AttentionState, model: Any, axes: int) -> None:
             positions = torch.cat(
                 [torch.arange(PROBE, device=positions.device).expand(axes - len(FAR_APART), 1, -1), positions]
             )
-        computed = _probed(view, plans, list(new), {}, view.inner, position_ids=positions)
+        computed = _probed(view, plans, list(new), view.inner, position_ids=positions)
         settled = {}
         for source in dict.fromkeys(new.values()):
             names = [x.name for x, other in new.items() if other is source and x.name in computed]
@@ -216,11 +206,9 @@ def verify_axes(state: AttentionState, model: Any, axes: int) -> None:
             source.turns_by(axis)
 
 
-def _with_equal_tokens(
-    probing: Plans, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, Any] | None:
+def _with_equal_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """Arguments of an attention module's call, with the first hidden state in place of all; (batch, PROBE, width)."""
-    if not is_under(probing):
+    if not is_probing():
         return None  # another thread's
 
     def equal(states: Tensor) -> Tensor:

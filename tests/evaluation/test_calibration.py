@@ -118,7 +118,7 @@ def test_measuring_leaves_the_model_as_it_was(family: str, fails: bool, method: 
     after = state()
     assert torch.equal(after[0], before[0])
     assert after[1:] == before[1:]
-    assert all("longattn_plan" not in m.__dict__ for m in model.modules()) or method is not None
+    assert all("_longattn" not in m.__dict__ for m in model.modules()) or method is not None
 
 
 @pytest.mark.parametrize("per_head", [False, True])

@@ -357,7 +357,7 @@ def test_the_output_deviation_is_over_rows() -> None:
 def state(model: PreTrainedModel, ids: Tensor) -> tuple[Any, ...]:
     with torch.no_grad():
         logits = model(ids).logits
-    plans = [m.__dict__.get("longattn_plan") for m in model.modules()]
+    plans = [m.__dict__.get("_longattn") for m in model.modules()]
     return logits, model.config.to_dict(), model.config._attn_implementation, plans, str(hf_longattn.describe(model))
 
 

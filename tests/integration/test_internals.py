@@ -35,7 +35,6 @@ def test_the_implementation_is_an_entry_of_each_config() -> None:
     internals.set_implementation(config, "sdpa")
     assert config._attn_implementation == "sdpa"
     assert internals.get_implementation(PreTrainedConfig()) is None
-    assert not internals.has_own_implementation(config)
 
 
 def test_setting_it_leaves_nested_configs_alone() -> None:
@@ -165,4 +164,8 @@ def test_frames() -> None:
         return internals.frame_above(1)
 
     assert inner() is inspect.currentframe()
+    ended: list[Any] = []
+    (lambda: ended.append(inspect.currentframe()))()
+    assert internals.is_running(inner())
+    assert not internals.is_running(ended[0])
     assert internals.deepspeed_group() is None

@@ -16,6 +16,7 @@ import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.config import PerLayerConfig
 from hf_longattn.integration.layers import View, layers_of
+from hf_longattn.integration.names import raw_section
 from hf_longattn.integration.state import plan_of, set_plan
 
 preset = LongAttnConfig.preset
@@ -33,10 +34,10 @@ def by_hand(family: str, *configs: LongAttnConfig) -> PreTrainedModel:
         hf_longattn.apply(m, config.replace(layers="full_attention", backend="reference"))
         chosen = range(4) if isinstance(config.layers, str) else config.layers
         plans |= {x.index: plan_of(x.module) for x in layers_of(m) if x.index in chosen}
-    whole = vars(m.config)["_longattn"]
+    whole = raw_section(m.config)
     for layer in layers_of(m):
         set_plan(layer.module, dataclasses.replace(plans[layer.index], whole=whole))
-    plans[0].state.publish(View(m))
+    plans[0].state.arrange(View(m))
     return m
 
 

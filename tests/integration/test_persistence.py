@@ -280,7 +280,7 @@ def test_replicas_of_data_parallel(case: str, called: bool, monkeypatch: pytest.
     got = [logits(r) for r in replicate(m, [0, 0])]
     state = state_of(m)
     assert state is not None
-    assert state.plans is None or state.plans.of.keys() <= set(m.modules())
+    assert state.arrangement is None or all(c is m.config for c, _ in state.arrangement.described)
     for x in (*got, *(logits(r) for r in replicate(hf_longattn.update(m, backend="reference"), [0, 0]))):
         close(x, logits(m))
 
@@ -616,10 +616,10 @@ def test_a_failed_change_changes_nothing(what: str, method: str | None, tmp_path
     m = stock("llama") if method is None else fresh("llama", CASES[method])
     if what == "by name" and method is not None:
         m.config.longattn = {"tau": -1.0}  # someone wrote into the config; then the name is set again
-        plan = m.model.layers[0].self_attn.longattn_plan
+        plan = m.model.layers[0].self_attn._longattn
         with pytest.raises(ValueError, match="tau"):
             m.set_attn_implementation("scale_invariant")
-        assert m.model.layers[0].self_attn.__dict__.get("longattn_plan") in (plan, None)
+        assert m.model.layers[0].self_attn.__dict__.get("_longattn") in (plan, None)
         return
     before, config = logits(m), m.config.to_dict()
     with pytest.raises(ValueError):  # noqa: PT011
@@ -635,7 +635,7 @@ def attention(m: Any) -> list[Any]:
 def everything(m: Any) -> list[Any]:
     """All that a change could touch, by identity where a copy would not do."""
     hooks = [(*x._forward_pre_hooks.values(), *x._forward_hooks.values()) for x in m.modules()]
-    parts = [(name, id(x), x.training, id(x.__dict__.get("longattn_plan"))) for name, x in m.named_modules()]
+    parts = [(name, id(x), x.training, id(x.__dict__.get("_longattn"))) for name, x in m.named_modules()]
     entries = sorted((name, id(value)) for name, value in m.config.__dict__.items())
     return [hooks, parts, entries, [id(p) for p in m.parameters()], str(hf_longattn.describe(m))]
 
@@ -765,7 +765,7 @@ def test_inner_and_outer_model_have_one_state() -> None:
     m = fresh("llama", CASES[DEFAULT].replace(strength=0.2))
     hf_longattn.update(m.model, strength=0.7)
     close(logits(m), expected("llama", CASES[DEFAULT].replace(strength=0.7), tokens()))
-    states = {id(x.longattn_plan.state) for x in attention(m)}
+    states = {id(x._longattn.state) for x in attention(m)}
     assert len(states) == 1
     hf_longattn.remove(m.model)
     assert torch.equal(logits(m), logits(stock("llama")))
@@ -775,9 +775,9 @@ def test_inner_and_outer_model_have_one_state() -> None:
 def test_tables_are_freed_with_the_model() -> None:
     m = fresh("llama", CASES["sinks"])
     logits(m)
-    tables = attention(m)[0].longattn_plan.state.tables
+    tables = attention(m)[0]._longattn.state.tables
     assert 0 < tables.nbytes <= tables.max_bytes
-    assert attention(copy.deepcopy(m))[0].longattn_plan.state.tables.nbytes == 0
+    assert attention(copy.deepcopy(m))[0]._longattn.state.tables.nbytes == 0
     gain = weakref.ref(next(iter(tables._kept.values()))[0])
     del m, tables
     gc.collect()

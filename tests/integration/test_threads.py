@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
+from hf_longattn.integration.observer import observe
 from hf_longattn.integration.passes import current_pass
-from hf_longattn.integration.state import disable, enable
+from hf_longattn.integration.state import changing, disable
 
 
 @pytest.fixture(autouse=True)
@@ -59,52 +60,75 @@ def test_first_calls_at_once_all_run_the_method(case: str, tmp_path: Path) -> No
             close(got, want, 1e-6)
 
 
-def beside_forwards(model: Any, change: Callable[[int], Any], allowed: list[torch.Tensor], ids: torch.Tensor) -> set[int]:
-    """Run forwards in two threads while a third one changes the model; which of the allowed logits were seen."""
-    over, passed = threading.Event(), threading.Semaphore(0)
+def in_a_pass(m: Any, what: Callable[[], Any]) -> torch.Tensor:
+    """The logits of a pass in whose second layer another thread does something, to its end."""
 
-    def run(number: int) -> set[int]:
-        if number == 2:
-            try:
-                for n in range(40):
-                    assert passed.acquire(timeout=60)
-                    change(n)
-            finally:
-                over.set()
-            return set()
-        seen: set[int] = set()
-        while not over.is_set():
-            got = logits(model, ids)
-            passed.release()
-            near = [n for n, x in enumerate(allowed) if (got - x).abs().max() < 1e-5]
-            assert near, "logits of neither"
-            seen |= set(near)
-        return seen
+    def once(*_: Any) -> None:
+        handle.remove()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(what).result(timeout=60)
 
-    return set.union(*together(3, run))
+    handle = m.model.layers[1].register_forward_pre_hook(once)
+    return logits(m, tokens(1))
 
 
-def test_the_strength_changes_between_forwards() -> None:
-    m, ids = fresh("llama", CASES["scale_invariant"]), tokens(1)
-    strengths = (1.0, 0.25)
-    allowed = [logits(hf_longattn.update(m, strength=s), ids) for s in strengths]
-    assert (allowed[0] - allowed[1]).abs().max() > 1e-2
-    seen = beside_forwards(m, lambda n: hf_longattn.update(m, strength=strengths[n % 2]), allowed, ids)
-    assert seen == {0, 1}
+LEARNED = LongAttnConfig.preset("logn+output_layer_norm", train_length=8, learned=True)
+#: What a model runs, and what another thread does to it in the midst of a pass.
+CHANGES: dict[str, tuple[LongAttnConfig, Any]] = {
+    "apply": (CASES["rerope"], lambda m: hf_longattn.apply(m, CASES["alibi"])),
+    "update": (CASES["scale_invariant"], lambda m: hf_longattn.update(m, strength=0.25)),
+    "remove": (CASES["rerope"], hf_longattn.remove),
+    "remove what learns": (LEARNED, hf_longattn.remove),
+    "set sdpa": (CASES["rerope"], lambda m: m.set_attn_implementation("sdpa")),
+    "disable": (CASES["rerope"], disable),
+}
 
 
-def test_methods_come_and_go_between_forwards() -> None:
-    m, ids = fresh("llama", CASES["rerope"]), tokens(1)
-    allowed = [logits(m, ids), logits(hf_longattn.apply(copy.deepcopy(m), CASES["alibi"]), ids)]
-    beside_forwards(m, lambda n: hf_longattn.apply(m, CASES[("rerope", "alibi")[n % 2]]), allowed, ids)
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_during_a_pass_is_refused(what: str) -> None:
+    config, change = CHANGES[what]
+    m, ids = fresh("llama", config), tokens(1)
+    old = logits(m, ids)
+    with pytest.raises(RuntimeError, match="LlamaForCausalLM is changed while a forward pass of it runs"):
+        in_a_pass(m, lambda: change(m))
+    close(logits(m, ids), old, 0)
+    change(m)
+    assert (logits(m, ids) - old).abs().max() > 1e-3 or config is LEARNED
 
 
-def test_a_change_inside_a_forward_pass_of_its_own_thread_does_not_wait() -> None:
+def test_a_change_in_a_hook_of_its_own_pass_is_refused() -> None:
     m, ids = fresh("llama", CASES["scale_invariant"]), tokens(1)
     handle = m.model.layers[1].register_forward_pre_hook(lambda *_: hf_longattn.update(m, strength=0.5) and None)
-    logits(m, ids)
+    with pytest.raises(RuntimeError, match="or in a hook"):
+        logits(m, ids)
     handle.remove()
-    close(logits(m, ids), logits(fresh("llama", CASES["scale_invariant"].replace(strength=0.5)), ids), 1e-6)
+    close(logits(m, ids), logits(fresh("llama", CASES["scale_invariant"]), ids), 1e-6)
+
+
+def test_a_pass_that_begins_beside_a_change_waits_for_it() -> None:
+    m, ids = fresh("llama", CASES["rerope"]), tokens(1)
+    want = logits(hf_longattn.apply(copy.deepcopy(m), CASES["alibi"]), ids)
+    with ThreadPoolExecutor(1) as pool:
+        with changing(m):
+            passing = pool.submit(logits, m, ids)
+            hf_longattn.apply(m, CASES["alibi"])
+        close(passing.result(timeout=60), want, 1e-6)
+
+
+def test_another_model_changes_beside_a_pass() -> None:
+    m, other, ids = fresh("llama", CASES["rerope"]), fresh("llama", CASES["rerope"]), tokens(1)
+    want = logits(m, ids)
+    close(in_a_pass(m, lambda: hf_longattn.remove(other)), want, 0)
+
+
+def test_one_stops_looking_on_beside_a_pass() -> None:
+    m, ids, seen = fresh("llama", CASES["rerope"]), tokens(1), list[int]()
+    want = logits(m, ids)
+    looking = observe(m, lambda layer, call: seen.append(layer.index))
+    looking.__enter__()
+    close(in_a_pass(m, lambda: looking.__exit__(None, None, None)), want, 0)
+    close(logits(m, ids), want, 0)
+    assert seen == [0]
 
 
 def test_a_forward_pass_that_fails_lets_the_next_change_through() -> None:
@@ -136,86 +160,28 @@ def test_an_interrupted_forward_pass_lets_the_next_change_through() -> None:
     assert hf_longattn.get_config(m).name == "alibi"
 
 
-LEARNED = LongAttnConfig.preset("logn+output_layer_norm", train_length=8, learned=True)
-#: What a model runs, and what another thread does to it in the midst of a pass.
-CHANGES: dict[str, tuple[LongAttnConfig, Any]] = {
-    "apply": (CASES["rerope"], lambda m: hf_longattn.apply(m, CASES["alibi"])),
-    "apply a remap": (CASES["alibi"], lambda m: hf_longattn.apply(m, CASES["rerope"])),
-    "update": (CASES["scale_invariant"], lambda m: hf_longattn.update(m, tau=30.0)),
-    "update the strength": (CASES["scale_invariant"], lambda m: hf_longattn.update(m, strength=0.25)),
-    "remove": (CASES["rerope"], hf_longattn.remove),
-    "remove what learns": (LEARNED, hf_longattn.remove),
-    "replace what learns": (LEARNED, lambda m: hf_longattn.apply(m, CASES["rerope"])),
-    "change what learns": (LEARNED, lambda m: hf_longattn.update(m, output_norm=None)),
-    "set sdpa": (CASES["rerope"], lambda m: m.set_attn_implementation("sdpa")),
-    "set eager": (CASES["windowed"], lambda m: m.set_attn_implementation("eager")),
-    "disable": (CASES["rerope"], disable),
-}
-
-
-@pytest.mark.parametrize("what", CHANGES)
-def test_a_pass_ends_as_it_began(what: str) -> None:
-    """The change does not wait for it, nor it for the change."""
-    config, change = CHANGES[what]
-    m, ids = fresh("llama", config), tokens(1)
-    for name, p in m.named_parameters():
-        if ".longattn." in name:
-            torch.nn.init.uniform_(p, 0.5, 1.5)
-    old = logits(m, ids)
-
-    def once(*_: Any) -> None:
-        handle.remove()
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(change, m).result(timeout=60)
-
-    handle = m.model.layers[1].register_forward_pre_hook(once)
-    close(logits(m, ids), old, 0)
-    new = logits(m, ids)
-    assert (new - old).abs().max() > 1e-3
-    close(new, logits(copy.deepcopy(m), ids), 0)
-    assert current_pass() is None
-
-
-def test_a_pass_ends_without_a_method_as_it_began() -> None:
-    m, ids = fresh("llama", CASES["rerope"]), tokens(1)
-    method = logits(m, ids)
-    disable(m)
-    old = logits(m, ids)
-    handle = m.model.layers[1].register_forward_pre_hook(lambda *_: together(2, lambda n: n and enable(m)) and None)
-    close(logits(m, ids), old, 0)
-    handle.remove()
-    close(logits(m, ids), method, 0)
-
-
 def test_a_pass_inside_another_runs_what_that_does() -> None:
     m, ids = fresh("llama", CASES["rerope"]), tokens(1)
-    want, nested = logits(copy.deepcopy(m), ids), []
+    want, nested = logits(m, ids), []
 
     def again(*_: Any) -> None:
         handle.remove()
-        hf_longattn.apply(m, CASES["alibi"])
         nested.append(logits(m, ids))
 
     handle = m.model.layers[1].register_forward_pre_hook(again)
     close(logits(m, ids), want, 0)
     close(nested[0], want, 0)
-    assert (logits(m, ids) - want).abs().max() > 1e-2
+    assert current_pass() is None
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_layers_computed_again_in_a_backward_pass_are_those_of_its_forward_pass(reentrant: bool) -> None:
+def test_layers_computed_again_in_a_backward_pass_run_the_method_of_their_forward_pass() -> None:
     m, ids = fresh("llama", CASES["rerope"]).train(), tokens(1)
     enable = getattr(m, "activation_checkpointing_enable", m.gradient_checkpointing_enable)  # its name from 5.24 on
-    enable({"use_reentrant": reentrant})
-    m(ids, use_cache=False).logits.sin().sum().backward()
-    want = [p.grad.clone() for p in m.parameters() if p.grad is not None]
-    m.zero_grad()
+    enable({"use_reentrant": False})  # the other kind hands its layers copies, which know no pass
     loss = m(ids, use_cache=False).logits.sin().sum()
-    if not reentrant:  # the other kind hands its layers copies, which know no pass
-        hf_longattn.apply(m, CASES["alibi"])
-    loss.backward()
-    for got, old in zip([p.grad for p in m.parameters() if p.grad is not None], want, strict=True):
-        close(got, old, 0)
+    hf_longattn.apply(m, CASES["alibi"])
+    with pytest.raises(RuntimeError, match="changed since their forward pass: change it after backward"):
+        loss.backward()
 
 
 def test_an_interrupted_pass_is_over() -> None:

@@ -370,7 +370,7 @@ def test_trainer_refuses_an_adapter_of_another_attention(bases: dict[str, Path],
     ):
         trainer = Trainer(model=model, args=TrainingArguments(tmp_path, report_to=[], use_cpu=True))
         with pytest.raises(ValueError, match=f"trained under {what}"):
-            trainer._load_from_checkpoint(str(tmp_path / "checkpoint-1"))
+            trainer.train(resume_from_checkpoint=True)
 
 
 @pytest.mark.parametrize("case", ["logn_learned", "attention_sink_learned", "output_layer_norm"])

@@ -24,7 +24,7 @@ from ...trained_length import ORIGINAL, rope_settings
 from ...verify import NOT_ROTATED, unrotated
 
 #: Under this name an attention module of vLLM's model holds its `Part`.
-PART = "longattn_vllm"
+PART = "_longattn"
 #: What vLLM makes of the name of ours in a config, once it has built the model.
 RENAMED = ("vllm", "vllm_mla")
 #: Kinds of layers that vLLM's Transformers backend tells apart.
