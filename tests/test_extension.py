@@ -495,7 +495,7 @@ def searched(
 def plotted(search: extension.Search) -> set[str]:
     """What the legend of the command's picture names."""
     pytest.importorskip("matplotlib")
-    from hf_longattn.cli.extend import plot
+    from hf_longattn.evaluation.measured_extension import plot
 
     drawn: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:

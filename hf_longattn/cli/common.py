@@ -20,8 +20,6 @@ from ..config import length_of
 from ..evaluation.options import HELP, EvalOptions
 
 if TYPE_CHECKING:
-    import torch
-
     from ..evaluation import Experiment, Results
     from ..evaluation.rows import Row
 
@@ -290,16 +288,6 @@ def read_texts(given: list[str]) -> dict[str, str]:
         if len(texts) < len(files):
             raise ValueError(f"two texts share a file name: {', '.join(map(str, files))}")
     return texts
-
-
-def read_tokens(text: Path, tokenizer: Any, length: int) -> torch.Tensor:
-    """The first `length` tokens of a text, (1, length); ValueError if it has fewer."""
-    from ..checks import read_text
-
-    ids: torch.Tensor = tokenizer(read_text(text), return_tensors="pt", verbose=False).input_ids
-    if ids.shape[1] < length:
-        raise ValueError(f"{text} has {ids.shape[1]} tokens, {length} are needed")
-    return ids[:, :length]
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:

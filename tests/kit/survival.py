@@ -921,8 +921,8 @@ def prepare() -> None:
     import transformers.trainer  # noqa: F401
 
     import hf_longattn.cli
+    import hf_longattn.evaluation.measured_extension
     import hf_longattn.evaluation.plan
-    import hf_longattn.evaluation.search
     import hf_longattn.sharing.hub
     import hf_longattn.training.running  # noqa: F401
 
