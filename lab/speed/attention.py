@@ -22,10 +22,10 @@ from lab.speed.timing import (
     PEER,
     RESULTS,
     TURNED,
-    AttentionLayout,
     Call,
     Calls,
-    PerLayerConfig,
+    Parts,
+    Rows,
     Shape,
     about_call,
     arguments,
@@ -54,8 +54,8 @@ def shape(length: int, kv_heads: int = 8) -> Shape:
     return Shape(heads=8, kv_heads=kv_heads, length=length, head_dim=64)
 
 
-def parts() -> PerLayerConfig:
-    result: PerLayerConfig = {}
+def parts() -> Parts:
+    result: Parts = {}
 
     def add(name: str, length: int, chosen: list[tuple[str, str]], rounds: int, kv_heads: int = 8) -> None:
         mode = name.removeprefix("long ").split(",")[0]
@@ -94,7 +94,7 @@ def parts() -> PerLayerConfig:
     return result
 
 
-def turned_rows(mode: str, length: int, dtype: torch.dtype) -> AttentionLayout:
+def turned_rows(mode: str, length: int, dtype: torch.dtype) -> Rows:
     """A decoded token, or eight, in SmolLM2's shape, whose keys were turned once; of one also, turned at each token."""
     its = Shape(heads=9, kv_heads=3, length=length, head_dim=64)
     about = about_call(its, mode, dtype, "cpu")
@@ -104,7 +104,7 @@ def turned_rows(mode: str, length: int, dtype: torch.dtype) -> AttentionLayout:
     return compare(attention_calls(its, mode, dtype, "cpu", [PEER, *chosen]), rounds, about, PEER, repeat)
 
 
-def own_rows(mode: str, dtype: torch.dtype) -> AttentionLayout:
+def own_rows(mode: str, dtype: torch.dtype) -> Rows:
     """An unchanged layer behind a cache, as transformers' sdpa computes it and as ours: by shape, each with cold caches."""
     rows = []
     for (heads, kv_heads, head_dim), length in itertools.product(OWN, (2048, 8192, 32768)):
@@ -131,7 +131,7 @@ def own_of(query: Tensor, caches: list[list[Tensor]]) -> Call:
     return lambda: [few_queries(query, key, value, mask) for key, value in caches]
 
 
-def memory_row(name: tuple[str, str], mode: str, length: int) -> AttentionLayout:
+def memory_row(name: tuple[str, str], mode: str, length: int) -> Rows:
     """Peak MiB beyond the inputs, in a fresh process."""
     command = [sys.executable, __file__, "--memory", *name, mode, str(length)]
     mib = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
