@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -195,10 +195,7 @@ class LongAttnConfig:
             ValueError: unknown name or parameter, two methods for one slot, or a parameter that two of
                 the methods share (then write the slots out).
         """
-        text = name
-        name, said = read_name(text)
-        refuse_twice(text, said, parameters)
-        parameters = said | parameters
+        name, parameters = read_name(name, parameters)
         common: dict[str, Any] = {k: parameters.pop(k) for k in ("layers", "backend", "extended_to") if k in parameters}
         by_slot: dict[str, str] = {}
         for part in () if name == CUSTOM else name.split("+"):
@@ -247,10 +244,10 @@ class LongAttnConfig:
             if not what:
                 raise ValueError(NO_PARTS)
             what = cls(parts=tuple(what))
+        if isinstance(what, Mapping):
+            what = cls._of_slots(what)
         if isinstance(what, LongAttnConfig):
             return what.replace(**section) if section else what  # type: ignore[arg-type]
-        if isinstance(what, Mapping):
-            return cls._of_slots(what)
         name, parameters = read_name(what)
         if isinstance(section, Mapping) and "name" in section:
             if section["name"] != name:
@@ -262,7 +259,7 @@ class LongAttnConfig:
             return cls.preset(what)
         elif not isinstance(section, Mapping):
             raise ValueError(f"longattn must be a dict, got {type(section).__name__}")
-        elif name == CUSTOM or {"version", "parts", *SLOTS} & section.keys():
+        elif name == CUSTOM or is_whole(section):
             config = cls._of_slots(section)
         else:
             return cls.preset(what, **section)
@@ -398,11 +395,10 @@ def split_text(text: str) -> tuple[str, dict[str, Any], str]:
         ValueError: a parameter is no key=value.
     """
     what, _, rope = text.strip().partition("@")
-    name, *pairs = (part.strip() for part in what.split(":"))
-    names = [part.strip() for part in name.split("+")]
-    if len(names) > 1 and "" in names:
+    name, *pairs = names_in(what), *(part.strip() for part in what.split(":")[1:])
+    if "+" in name and "" in name.split("+"):
         raise ValueError(f"a name is missing beside '+' in {text!r}")
-    name, parameters = "+".join(names), {}
+    parameters: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
@@ -419,29 +415,51 @@ def split_text(text: str) -> tuple[str, dict[str, Any], str]:
     return name, parameters, rope
 
 
-def read_name(text: Any) -> tuple[str, dict[str, Any]]:
-    """The names of methods and their parameters that a text holds.
+def names_in(text: str) -> str:
+    """The names of methods in a text in the grammar above, joined by "+", without what stands behind them."""
+    return "+".join(part.strip() for part in text.partition("@")[0].partition(":")[0].split("+"))
+
+
+def listed(value: Any) -> list[Any]:
+    """The parts of a text with commas, but for those in brackets ("rerope:layers=[0, 2],logn"); one thing as a list of it."""
+    if not isinstance(value, str):
+        return list(value) if isinstance(value, Sequence) else [value]
+    parts, depth = [""], 0
+    for character in value:
+        depth += (character == "[") - (character == "]")
+        if character == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [stripped for part in parts if (stripped := part.strip())]
+
+
+def is_whole(section: Mapping[str, Any]) -> bool:
+    """Tell whether a dict describes a whole config, as `to_dict` gives it, and not parameters of what is named beside it."""
+    return bool({"version", "parts", *SLOTS} & section.keys())
+
+
+def read_name(text: Any, beside: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    """The names of methods that a text holds, and the parameters that it and what stands beside it give.
 
     Raises:
-        ValueError: a parameter is no key=value, or there is a position encoding, which is not of the attention.
+        ValueError: a parameter is no key=value, or has another value beside the text; or there is a position encoding, which
+            is not of the attention.
         TypeError: it is no text.
     """
     if not isinstance(text, str):
         got = repr(text) if text is None or isinstance(text, (int, float)) else f"an object of type {type(text).__name__}"
         out = "; hf_longattn.remove(model) takes a method out" * (text is None)
         raise TypeError(f'a method is given by its name ("scale_invariant") or as a LongAttnConfig, got {got}{out}')
-    name, parameters, rope = split_text(text)
+    name, said, rope = split_text(text)
     if rope:
         raise ValueError(f"{text!r} changes the position encoding: leave out @{rope}, and see hf_longattn.rope")
-    return name, parameters
-
-
-def refuse_twice(text: str, said: Mapping[str, Any], beside: Mapping[str, Any]) -> None:
-    """ValueError: a text and what stands beside it give a parameter different values."""
+    beside = beside or {}
     for key in (key for key in said if key in beside and freeze(said[key]) != freeze(beside[key])):
         raise ValueError(
             f"{key} is given twice: {said[key]!r} in {text!r} and {beside[key]!r} beside it: leave one of them out"
         )
+    return name, {**said, **beside}
 
 
 def _method_in(slot: str, value: Any) -> Method | None:

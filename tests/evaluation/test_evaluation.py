@@ -396,6 +396,7 @@ def test_a_checkpoints_own_method_stays_beside_what_is_asked_for(folder: Path, t
 def test_settings_are_parsed_and_crossed(tmp_path: Path) -> None:
     names = [s.name for s in parse_settings(["unmodified,infoscale", "logn@ntk:2"], ["plain,yarn:2"])]
     assert names == ["unmodified", "infoscale", "logn@ntk:2", "@yarn:2", "infoscale@yarn:2"]
+    assert [s.name for s in parse_settings(["rerope:layers=[0, 2],logn"])][1:] == ["rerope:layers=[0, 2]", "logn"]
     setting = Setting.parse("infoscale+scale_invariant:tau=100:clamp=false@prope:0.5")
     assert setting.parameters == {"tau": 100, "clamp": False}
     assert setting.rope == "prope:0.5"
