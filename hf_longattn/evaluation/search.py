@@ -56,7 +56,7 @@ def candidates(train_length: int, to: int, temperature: str | None = None, plain
         f"self_extend:window={quarter}:group={coarse}",
     ]
     if to == train_length:
-        shifts = [f"string:shift={train_length // 3}", f"string:shift={half}"]
+        shifts = [f"string_remap:shift={train_length // 3}", f"string_remap:shift={half}"]
         return [Setting(UNMODIFIED), *map(Setting.parse, shifts + remaps)]
     yarn = [Setting(YARN, rope=f"yarn:{to / train_length}")] if plain else []
     if plain:

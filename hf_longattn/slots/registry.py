@@ -49,7 +49,7 @@ METHODS: dict[str, str] = {
     "scale_invariant": "scale_invariant.ScaleInvariant",
     "self_extend": "self_extend.SelfExtend",
     "streaming": "windows.Streaming",
-    "string": "string.String",
+    "string_remap": "string_remap.StringRemap",
     "windowed": "windows.Windowed",
     "yarn_beyond": "yarn_beyond.YarnBeyond",
     "yarn_temperature": "yarn_temperature.YarnTemperature",

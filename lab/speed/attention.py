@@ -44,7 +44,9 @@ FAMILY = [
     (name, "auto") for name in METHODS if name not in ("none", "scale_invariant+adaptive_temperature") and "," not in name
 ]
 BANDED = [(name, "auto") for name in METHODS if "window" in name]
-ONCE = [(name, backend) for name in TURNED for backend in ("auto", EACH_TIME) if backend == "auto" or "string" not in name]
+ONCE = [
+    (name, backend) for name in TURNED for backend in ("auto", EACH_TIME) if backend == "auto" or "string_remap" not in name
+]
 #: Query heads, key heads, head_dim of SmolLM2 135M, Llama 3 8B, Gemma 3 270M; bytes of keys and values that no cache holds.
 OWN, COLD = ((9, 3, 64), (32, 8, 128), (4, 1, 256)), 150_000_000
 WITHOUT = ("none", "tiled")  # what the tiled kernel costs where no method needs it

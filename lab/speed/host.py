@@ -38,7 +38,7 @@ ACTING = {
     **{name: preset(name, window=SHORT) for name in ("rerope", "leaky_rerope", "self_extend", "windowed", "streaming")},
     "lm_infinite": preset("lm_infinite", window=SHORT),
     "dual_chunk": preset("dual_chunk", chunk=SHORT, local=4),
-    "string": preset("string", shift=SHORT, window=8),
+    "string_remap": preset("string_remap", shift=SHORT, window=8),
     "yarn_beyond": preset("yarn_beyond", factor=8.0, train_length=SHORT),
     "rerope+infoscale": preset("rerope+infoscale", window=SHORT, train_length=2 * SHORT),
 }

@@ -58,7 +58,7 @@ TURNED = {
     "leaky_rerope, window 4096": preset("leaky_rerope", window=4096),
     "self_extend, window 1024": preset("self_extend", window=1024),
     "dual_chunk, chunk 6144": preset("dual_chunk", chunk=6144, local=512),
-    "string, shift 2730": preset("string", shift=2730, window=128),
+    "string_remap, shift 2730": preset("string_remap", shift=2730, window=128),
     "cosscale": METHODS["cosscale"],
 }
 #: In the place of a backend: "auto" behind a cache beside which nothing is kept.

@@ -218,7 +218,7 @@ def test_what_reads_on_from_one_prefix() -> None:
         configs = [LongAttnConfig() if m == "unmodified" else LongAttnConfig.preset(m) for m in methods]
         return len({repr(reading(c, "streaming:window=64").to_dict()) for c in configs})
 
-    assert readers("unmodified", "rerope", "rerope+infoscale", "string", "logn", "streaming") == 1
+    assert readers("unmodified", "rerope", "rerope+infoscale", "string_remap", "logn", "streaming") == 1
     assert readers("unmodified", "scale_invariant", "adaptive_temperature", "cosscale", "output_standardise") == 5
 
 
