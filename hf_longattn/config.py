@@ -80,6 +80,8 @@ class LongAttnConfig:
                 f"this longattn section has format version {self.version!r}; this hf_longattn reads version "
                 f"{FORMAT_VERSION}: install the release that wrote it"
             )
+        if not all(isinstance(part, (str, Mapping, LongAttnConfig)) for part in self.parts or ()):
+            raise ValueError(NO_PARTS)
         object.__setattr__(self, "parts", tuple(map(LongAttnConfig.parse, self.parts or ())))
         for slot in SLOTS:
             object.__setattr__(self, slot, _method_in(slot, getattr(self, slot)))
