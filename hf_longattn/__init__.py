@@ -53,7 +53,7 @@ _NAMES = {
     "config": ("LongAttnConfig",),
     "evaluation.measures.capture": ("capture",),
     "evaluation.measures.diagnostics": ("Diagnostics",),
-    "evaluation.plan": ("evaluate",),
+    "evaluation.runner": ("evaluate",),
     "extension": ("extend",),
     "sharing.hub": ("merge", "push", "save"),
     "integration": ("Description", "UntrainedWarning", "apply", "get_config", "describe", "remove", "rope", "update"),

@@ -273,7 +273,7 @@ def apply(
 @overload
 def apply(
     model: _Model,
-    method: Literal["string"],
+    method: Literal["string_remap"],
     *,
     shift: int | str | None = None,
     window: int | str | None = None,
@@ -282,7 +282,7 @@ def apply(
     layers: str | Sequence[int] = "full_attention",
     backend: str = "auto",
 ) -> _Model:
-    """string: distances beyond S are reduced by S - W."""
+    """string_remap: distances beyond S are reduced by S - W."""
 
 @overload
 def apply(
@@ -586,7 +586,7 @@ def using(
 @overload
 def using(
     model: _Model,
-    method: Literal["string"],
+    method: Literal["string_remap"],
     *,
     shift: int | str | None = None,
     window: int | str | None = None,
@@ -595,7 +595,7 @@ def using(
     layers: str | Sequence[int] = "full_attention",
     backend: str = "auto",
 ) -> AbstractContextManager[_Model]:
-    """string: distances beyond S are reduced by S - W."""
+    """string_remap: distances beyond S are reduced by S - W."""
 
 @overload
 def using(
@@ -707,7 +707,7 @@ def extend(
 def extend(
     model: _Model,
     to: int | str,
-    method: Literal["string"],
+    method: Literal["string_remap"],
     purpose: str = "both",
     train_length: int | str | None = None,
     *,
@@ -717,7 +717,7 @@ def extend(
     layers: str | Sequence[int] = "full_attention",
     backend: str = "auto",
 ) -> _Model:
-    """string: distances beyond S are reduced by S - W."""
+    """string_remap: distances beyond S are reduced by S - W."""
 
 @overload
 def extend(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -34,6 +34,7 @@ FORMAT_VERSION = 1
 
 #: The name that stands for "whatever the config says", for combinations that have no name of their own.
 CUSTOM = "longattn"
+NO_PARTS = "each part is a config with a method and without parts; layers in no part stay as they are"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +51,11 @@ class LongAttnConfig:
             In a config that a model runs it is that number, and `trained` says where it is from.
         extended_to: how long a text the model is to read under it, which all its configs then say (`extend`); None: what they
             say without a method.
+        parts: in place of methods here, configs for different layers, or what `parse` takes. Each names its `layers`, and one
+            that does not takes all others. The whole takes layers, backend and train_length from them.
 
     Raises:
-        ValueError: a parameter is invalid, or a method sits in a slot that is not its own.
+        ValueError: a parameter is invalid, a method sits in a slot that is not its own, or parts do not go together.
     """
 
     positions: Positions | None = None
@@ -68,6 +71,7 @@ class LongAttnConfig:
     trained: str = field(default="", repr=False, compare=False)
     extended_to: int | None = field(default=None, repr=False, compare=False)  # nothing that is computed depends on it
     version: int = field(default=FORMAT_VERSION, repr=False)
+    parts: tuple[LongAttnConfig, ...] = ()
     _methods: ClassVar[tuple[Method, ...]] = ()
 
     def __post_init__(self) -> None:
@@ -76,9 +80,14 @@ class LongAttnConfig:
                 f"this longattn section has format version {self.version!r}; this hf_longattn reads version "
                 f"{FORMAT_VERSION}: install the release that wrote it"
             )
+        if not all(isinstance(part, (str, Mapping, LongAttnConfig)) for part in self.parts or ()):
+            raise ValueError(NO_PARTS)
+        object.__setattr__(self, "parts", tuple(map(LongAttnConfig.parse, self.parts or ())))
         for slot in SLOTS:
             object.__setattr__(self, slot, _method_in(slot, getattr(self, slot)))
         object.__setattr__(self, "layers", _layers(self.layers))
+        if self.parts:
+            self._take_from_parts()
         filled = dict.fromkeys(m for x in self.each for slot in SLOTS if (m := getattr(x, slot)) is not None)
         object.__setattr__(self, "_methods", tuple(filled))  # asked for at every layer of every pass
         for name in ("train_length", "extended_to"):
@@ -88,7 +97,40 @@ class LongAttnConfig:
                 raise ValueError(f"{name} must be an integer >= 1, got {length!r}")
         if self.backend not in BACKENDS:
             raise ValueError(f"unknown backend {self.backend!r}; choose one of {', '.join(BACKENDS)}")
-        self._check_together()
+        if not self.parts:
+            self._check_together()
+
+    def _take_from_parts(self) -> None:
+        """Set what a whole has of its parts. ValueError: they do not go together, or the whole says what they do not."""
+        if filled := [slot for slot in SLOTS if getattr(self, slot) is not None]:
+            raise ValueError(f"{filled[0]} is filled beside parts: a method of several layers goes into each of their parts")
+        if any(x.parts or not x.methods for x in self.parts):
+            raise ValueError(NO_PARTS)
+        named = [i for x in self.parts if not isinstance(x.layers, str) for i in x.layers]
+        if twice := sorted({i for i in named if named.count(i) > 1}):
+            raise ValueError(f"layers {twice} are in more than one part: write into one what they run")
+        if len(others := [x.name for x in self.parts if isinstance(x.layers, str)]) > 1:
+            raise ValueError(
+                f"{' and '.join(others)} would each take all layers that no part names: give one of them layers=, or write "
+                f"{'+'.join(others)!r} for all of them in every layer"
+            )
+        backends, lengths = (
+            {x.backend for x in self.parts},
+            [(x.train_length, x.trained) for x in self.parts if x.train_length],
+        )
+        if len({length for length, _ in lengths}) > 1:
+            raise ValueError("train_length is one for the model, and the parts differ in it")
+        length, trained = lengths[0] if lengths else (None, "")
+        of_them = {
+            "layers": ("full_attention", "all" if others else tuple(sorted(named))),
+            "backend": ("auto", backends.pop() if len(backends) == 1 else "auto"),
+            "train_length": (None, length),
+        }
+        for name, (default, value) in of_them.items():
+            if (said := getattr(self, name)) not in (default, value):
+                raise ValueError(f"{name}={said!r} is said of a whole whose parts say {value!r}: leave it to them")
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "trained", trained)
 
     def _check_together(self) -> None:
         """ValueError: methods of one layer exclude each other."""
@@ -101,22 +143,23 @@ class LongAttnConfig:
 
     @property
     def each(self) -> tuple[LongAttnConfig, ...]:
-        """The configs of single layers that it is made of: itself as the only one."""
-        return (self,)
+        """The configs of single layers that it is made of: its parts, or itself as the only one."""
+        return self.parts or (self,)
 
     def of_layer(self, layer: int) -> LongAttnConfig | None:
         """The one of `each` that takes a layer, by its number; which layers a word leaves out (windows), a model knows."""
-        return self if isinstance(self.layers, str) or layer in self.layers else None
+        named = (x for x in self.each if not isinstance(x.layers, str) and layer in x.layers)
+        return next(named, next((x for x in self.each if isinstance(x.layers, str)), None))
 
     @property
     def methods(self) -> tuple[Method, ...]:
-        """The filled slots, in the order in which they act; of `PerLayerConfig` the methods of all."""
+        """The filled slots, in the order in which they act; of parts the methods of all."""
         return self._methods
 
     @property
     def strength(self) -> float | None:
         """The strength of the logit map; None where parts may differ in it."""
-        return getattr(self.logit_map, "strength", 1.0)
+        return None if self.parts else getattr(self.logit_map, "strength", 1.0)
 
     @property
     def key_bands(self) -> tuple[KeyBands, ...]:
@@ -140,8 +183,8 @@ class LongAttnConfig:
 
     @property
     def name(self) -> str:
-        """The method names joined by "+", in slot order; "longattn" when no slot is filled."""
-        return "+".join(m.name for m in self._methods) or CUSTOM
+        """The method names joined by "+", in slot order, of parts by "|" between them; "longattn" when no slot is filled."""
+        return "|".join(dict.fromkeys("+".join(m.name for m in x._methods) for x in self.each)) or CUSTOM
 
     @classmethod
     def preset(cls, name: str, **parameters: Any) -> LongAttnConfig:
@@ -154,10 +197,7 @@ class LongAttnConfig:
             ValueError: unknown name or parameter, two methods for one slot, or a parameter that two of
                 the methods share (then write the slots out).
         """
-        text = name
-        name, said = read_name(text)
-        refuse_twice(text, said, parameters)
-        parameters = said | parameters
+        name, parameters = read_name(name, parameters)
         common: dict[str, Any] = {k: parameters.pop(k) for k in ("layers", "backend", "extended_to") if k in parameters}
         by_slot: dict[str, str] = {}
         for part in () if name == CUSTOM else name.split("+"):
@@ -194,7 +234,7 @@ class LongAttnConfig:
 
         Args:
             what: a name with or without parameters ("rerope+infoscale", "rerope:window=4096"), the dict of its slots as
-                `to_dict` gives it, a config, or a list of these for different layers (`PerLayerConfig`).
+                `to_dict` gives it, a config, or a list of these for different layers, as `parts`.
             section: parameters of what is named; or, as in a checkpoint, all slots written out, which must be of the methods
                 that are named ("longattn" stands for any).
 
@@ -203,11 +243,13 @@ class LongAttnConfig:
             TypeError: it is nothing of these.
         """
         if isinstance(what, (list, tuple)):
-            what = PerLayerConfig(parts=tuple(what))
+            if not what:
+                raise ValueError(NO_PARTS)
+            what = cls(parts=tuple(what))
+        if isinstance(what, Mapping):
+            what = cls._of_slots(what)
         if isinstance(what, LongAttnConfig):
             return what.replace(**section) if section else what  # type: ignore[arg-type]
-        if isinstance(what, Mapping):
-            return cls._of_slots(what)
         name, parameters = read_name(what)
         if isinstance(section, Mapping) and "name" in section:
             if section["name"] != name:
@@ -219,7 +261,7 @@ class LongAttnConfig:
             return cls.preset(what)
         elif not isinstance(section, Mapping):
             raise ValueError(f"longattn must be a dict, got {type(section).__name__}")
-        elif name == CUSTOM or {"version", "parts", *SLOTS} & section.keys():
+        elif name == CUSTOM or is_whole(section):
             config = cls._of_slots(section)
         else:
             return cls.preset(what, **section)
@@ -236,6 +278,7 @@ class LongAttnConfig:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; `parse` gives back an equal config."""
         out: dict[str, Any] = {"version": self.version}
+        out |= {"parts": [x.to_dict() for x in self.parts]} if self.parts else {}
         for slot in SLOTS:
             if (method := getattr(self, slot)) is not None:
                 out[slot] = method.to_dict()
@@ -245,14 +288,18 @@ class LongAttnConfig:
 
     @classmethod
     def _of_slots(cls, data: Mapping[str, Any]) -> LongAttnConfig:
-        known = {f.name for f in fields(PerLayerConfig)}
+        known = {f.name for f in fields(cls)}
         if unknown := sorted(set(data) - known):
             hint = did_you_mean(unknown[0], known)
             raise ValueError(f"unknown key(s) in longattn: {', '.join(unknown)}; {hint}known: {', '.join(sorted(known))}")
-        return PerLayerConfig(**data) if data.get("parts") else cls(**{k: v for k, v in data.items() if k != "parts"})
+        return cls(**data)
 
     def replace(self, **changes: Any) -> LongAttnConfig:
-        """A copy with some parameters changed, each given to the one method (or the config) that has it; see `preset`."""
+        """A copy with some parameters changed, each given to the one method (or the config) that has it; see `preset`. Of
+        parts every one that has a parameter gets it.
+        """
+        if self.parts:
+            return self._with_parts(changes)
         by_slot: dict[str, dict[str, Any]] = {}  # parameters of one method are checked together
         if "train_length" in changes:
             changes = {"trained": ""} | changes
@@ -269,12 +316,24 @@ class LongAttnConfig:
             by_slot.setdefault(owners[0].slot, {})[key] = value
         return dataclasses.replace(self, **{s: dataclasses.replace(getattr(self, s), **own) for s, own in by_slot.items()})
 
+    def _with_parts(self, changes: dict[str, Any]) -> LongAttnConfig:
+        """A copy with each parameter changed in every part that has it."""
+        length, parts = changes.pop("extended_to", self.extended_to), list(self.parts)
+        for key, value in changes.items():
+            has = [key in ("backend", "train_length") or any(hasattr(m, key) for m in x.methods) for x in parts]
+            if not any(has):
+                raise ValueError(f"no part of {self.name} has a parameter {key!r}: give the whole list of configs anew")
+            parts = [x.replace(**{key: value}) if own else x for x, own in zip(parts, has, strict=True)]
+        return LongAttnConfig(parts=tuple(parts), extended_to=length)
+
     def bind(self, facts: ModelFacts) -> LongAttnConfig:
         """Fill in what depends on the model and check everything against it.
 
         Args:
             facts: of the model, by this config's own train_length if it has one.
         """
+        if self.parts:
+            return LongAttnConfig(parts=tuple(x.bind(facts) for x in self.parts))._extended(self.extended_to)
         if not isinstance(self.layers, str) and self.layers[-1] >= facts.num_layers:
             raise ValueError(f"layers names layer {self.layers[-1]}, but the model has layers 0 to {facts.num_layers - 1}")
         own = next((m.own_temperature for m in self.key_bands if m.own_temperature), None)
@@ -319,100 +378,14 @@ class LongAttnConfig:
         return min((n for n in reaches if n is not None), default=math.inf)
 
     def for_layer(self, layer: int) -> LongAttnConfig:
-        """The config as layer `layer` uses it: of parameters per layer that layer's."""
+        """The config as layer `layer` uses it: of parameters per layer that layer's, of parts the one that takes it."""
+        if self.parts:
+            return (self.of_layer(layer) or LongAttnConfig()).for_layer(layer)
         return dataclasses.replace(self, **{m.slot: m.for_layer(layer) for m in self.methods})  # type: ignore[arg-type]
 
     def for_heads(self, heads: Heads) -> LongAttnConfig:
         """The config of one layer as some of its heads use it: parameters per head are reduced to theirs."""
         return dataclasses.replace(self, **{m.slot: m.for_heads(heads) for m in self.methods})  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PerLayerConfig(LongAttnConfig):
-    """Different methods in different layers: a whole that takes layers, backend and train_length from its parts.
-
-    Args:
-        parts: configs, or what `parse` takes: each names its `layers`, and one that does not takes all others.
-
-    Raises:
-        ValueError: a part is no config with a method, two take one layer, they differ in the trained length, or the whole
-            says what they do not.
-    """
-
-    parts: tuple[LongAttnConfig, ...] = ()
-
-    def __post_init__(self) -> None:
-        written = all(isinstance(x, (str, Mapping, LongAttnConfig)) for x in self.parts)
-        parts = tuple(map(LongAttnConfig.parse, self.parts)) if written else ()
-        if filled := [slot for slot in SLOTS if getattr(self, slot) is not None]:
-            raise ValueError(f"{filled[0]} is filled beside parts: a method of several layers goes into each of their parts")
-        if not parts or any(isinstance(x, PerLayerConfig) or not x.methods for x in parts):
-            raise ValueError("each part is a config with a method and without parts; layers in no part stay as they are")
-        named = [i for x in parts if not isinstance(x.layers, str) for i in x.layers]
-        if twice := sorted({i for i in named if named.count(i) > 1}):
-            raise ValueError(f"layers {twice} are in more than one part: write into one what they run")
-        if len(others := [x.name for x in parts if isinstance(x.layers, str)]) > 1:
-            raise ValueError(
-                f"{' and '.join(others)} would each take all layers that no part names: give one of them layers=, or write "
-                f"{'+'.join(others)!r} for all of them in every layer"
-            )
-        backends, lengths = {x.backend for x in parts}, [(x.train_length, x.trained) for x in parts if x.train_length]
-        if len({length for length, _ in lengths}) > 1:
-            raise ValueError("train_length is one for the model, and the parts differ in it")
-        length, trained = lengths[0] if lengths else (None, "")
-        of_them = {
-            "layers": ("full_attention", "all" if others else tuple(sorted(named))),
-            "backend": ("auto", backends.pop() if len(backends) == 1 else "auto"),
-            "train_length": (None, length),
-        }
-        for name, (default, value) in of_them.items():
-            said = _layers(self.layers) if name == "layers" else getattr(self, name)
-            if said not in (default, value):
-                raise ValueError(f"{name}={said!r} is said of a whole whose parts say {value!r}: leave it to them")
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "trained", trained)
-        object.__setattr__(self, "parts", parts)
-        super().__post_init__()
-
-    @property
-    def each(self) -> tuple[LongAttnConfig, ...]:
-        return self.parts
-
-    def of_layer(self, layer: int) -> LongAttnConfig | None:
-        named = (x for x in self.parts if not isinstance(x.layers, str) and layer in x.layers)
-        return next(named, next((x for x in self.parts if isinstance(x.layers, str)), None))
-
-    @property
-    def strength(self) -> float | None:
-        return None
-
-    @property
-    def name(self) -> str:
-        """The parts' names, joined by "|"."""
-        return "|".join(dict.fromkeys(x.name for x in self.parts))
-
-    def _check_together(self) -> None:
-        """Each part has done it."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"version": self.version, "parts": [x.to_dict() for x in self.parts]} | super().to_dict()
-
-    def replace(self, **changes: Any) -> LongAttnConfig:
-        """A copy with some parameters changed, each in every part that has it."""
-        length, parts = changes.pop("extended_to", self.extended_to), list(self.parts)
-        for key, value in changes.items():
-            has = [key in ("backend", "train_length") or any(hasattr(m, key) for m in x.methods) for x in parts]
-            if not any(has):
-                raise ValueError(f"no part of {self.name} has a parameter {key!r}: give the whole list of configs anew")
-            parts = [x.replace(**{key: value}) if own else x for x, own in zip(parts, has, strict=True)]
-        return PerLayerConfig(parts=tuple(parts), extended_to=length)
-
-    def bind(self, facts: ModelFacts) -> LongAttnConfig:
-        return PerLayerConfig(parts=tuple(x.bind(facts) for x in self.parts))._extended(self.extended_to)
-
-    def for_layer(self, layer: int) -> LongAttnConfig:
-        """The config of the part that takes the layer."""
-        return (self.of_layer(layer) or LongAttnConfig()).for_layer(layer)
 
 
 def split_text(text: str) -> tuple[str, dict[str, Any], str]:
@@ -424,11 +397,10 @@ def split_text(text: str) -> tuple[str, dict[str, Any], str]:
         ValueError: a parameter is no key=value.
     """
     what, _, rope = text.strip().partition("@")
-    name, *pairs = (part.strip() for part in what.split(":"))
-    names = [part.strip() for part in name.split("+")]
-    if len(names) > 1 and "" in names:
+    name, *pairs = names_in(what), *(part.strip() for part in what.split(":")[1:])
+    if "+" in name and "" in name.split("+"):
         raise ValueError(f"a name is missing beside '+' in {text!r}")
-    name, parameters = "+".join(names), {}
+    parameters: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
@@ -445,29 +417,51 @@ def split_text(text: str) -> tuple[str, dict[str, Any], str]:
     return name, parameters, rope
 
 
-def read_name(text: Any) -> tuple[str, dict[str, Any]]:
-    """The names of methods and their parameters that a text holds.
+def names_in(text: str) -> str:
+    """The names of methods in a text in the grammar above, joined by "+", without what stands behind them."""
+    return "+".join(part.strip() for part in text.partition("@")[0].partition(":")[0].split("+"))
+
+
+def listed(value: Any) -> list[Any]:
+    """The parts of a text with commas, but for those in brackets ("rerope:layers=[0, 2],logn"); one thing as a list of it."""
+    if not isinstance(value, str):
+        return list(value) if isinstance(value, Sequence) else [value]
+    parts, depth = [""], 0
+    for character in value:
+        depth += (character == "[") - (character == "]")
+        if character == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [stripped for part in parts if (stripped := part.strip())]
+
+
+def is_whole(section: Mapping[str, Any]) -> bool:
+    """Tell whether a dict describes a whole config, as `to_dict` gives it, and not parameters of what is named beside it."""
+    return bool({"version", "parts", *SLOTS} & section.keys())
+
+
+def read_name(text: Any, beside: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    """The names of methods that a text holds, and the parameters that it and what stands beside it give.
 
     Raises:
-        ValueError: a parameter is no key=value, or there is a position encoding, which is not of the attention.
+        ValueError: a parameter is no key=value, or has another value beside the text; or there is a position encoding, which
+            is not of the attention.
         TypeError: it is no text.
     """
     if not isinstance(text, str):
         got = repr(text) if text is None or isinstance(text, (int, float)) else f"an object of type {type(text).__name__}"
         out = "; hf_longattn.remove(model) takes a method out" * (text is None)
         raise TypeError(f'a method is given by its name ("scale_invariant") or as a LongAttnConfig, got {got}{out}')
-    name, parameters, rope = split_text(text)
+    name, said, rope = split_text(text)
     if rope:
         raise ValueError(f"{text!r} changes the position encoding: leave out @{rope}, and see hf_longattn.rope")
-    return name, parameters
-
-
-def refuse_twice(text: str, said: Mapping[str, Any], beside: Mapping[str, Any]) -> None:
-    """ValueError: a text and what stands beside it give a parameter different values."""
+    beside = beside or {}
     for key in (key for key in said if key in beside and freeze(said[key]) != freeze(beside[key])):
         raise ValueError(
             f"{key} is given twice: {said[key]!r} in {text!r} and {beside[key]!r} beside it: leave one of them out"
         )
+    return name, {**said, **beside}
 
 
 def _method_in(slot: str, value: Any) -> Method | None:
@@ -498,8 +492,10 @@ def _layers(layers: Any) -> str | tuple[int, ...]:
 
 
 def check_config(config: LongAttnConfig) -> None:
-    """TypeError unless it is a config: a name alone says nothing of a method's parameters."""
+    """TypeError unless it is a config: a name alone says nothing of a method's parameters; ValueError if it has parts."""
     if not isinstance(config, LongAttnConfig):
         raise TypeError(
             f"attention takes a LongAttnConfig, got {config!r}: LongAttnConfig.preset({str(config)!r}, ...) makes one"
         )
+    if config.parts:
+        raise ValueError(f"attention is of one layer, and {config.name} has parts: config.for_layer(i) is that of layer i")

@@ -137,6 +137,22 @@ def of_extend() -> dict[str, bytes]:
     return {"extend.png": figures.png(figure)}
 
 
+def of_probe() -> dict[str, bytes]:
+    """Losses of `hf-longattn probe` on the passage that is read again, by its distance."""
+    result = read(RESULTS / "probe-smollm2.json")
+    lines: dict[str, list[tuple[float, float]]] = {}
+    errors: dict[str, list[float]] = {}
+    for row in sorted(result["rows"], key=lambda row: row["distance"]):
+        mean, half = mean_interval(row["copy"])
+        lines.setdefault(row["setting"], []).append((row["distance"], mean))
+        errors.setdefault(row["setting"], []).append(half)
+    trained = result["protocol"]["trained"]
+    mark = {f"trained: {figures.tokens_shown(trained)}": float(trained)}
+    title = "A passage read again, by how far back"
+    drawn = figures.curves(lines, "tokens back", "loss (nats per token)", title, mark, errors=errors)
+    return {"probe.png": figures.png(drawn)}
+
+
 def badges() -> dict[str, str]:
     """File names and SVGs of what pyproject.toml says; no host is asked."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -188,7 +204,8 @@ def main() -> None:
     fill_pages(DOCS, contents())
     readme = ROOT / "README.md"
     readme.write_text(filled(readme.read_text(encoding="utf-8"), contents()), encoding="utf-8")
-    for path, drawn in (papers.pictures() | longer_on_model.pictures() | speed.pictures() | pictures() | of_extend()).items():
+    measured = papers.pictures() | longer_on_model.pictures() | speed.pictures()
+    for path, drawn in (measured | pictures() | of_extend() | of_probe()).items():
         (DOCS / path).write_bytes(drawn)
     for file, badge in badges().items():
         (BADGES / file).write_text(badge, encoding="utf-8")

@@ -91,6 +91,7 @@ PARSED: dict[str, tuple[str, Any, LongAttnConfig]] = {
     "text": ("scale_invariant+logn:tau=2.0:learned=true", None, preset("scale_invariant+logn", tau=2.0, learned=True)),
     "both": ("scale_invariant:tau=2.0", {"decay": 0.5}, preset("scale_invariant", tau=2.0, decay=0.5)),
     "dict": (CASES["calibrated"].to_dict(), None, CASES["calibrated"]),
+    "dict and parameters": (CASES["calibrated"].to_dict(), {"tau": 5.0}, CASES["calibrated"].replace(tau=5.0)),
     "saved": ("scale_invariant", CASES["calibrated"].to_dict(), CASES["calibrated"]),
     "slots": ("longattn", {"logit_map": {"name": "scale_invariant"}}, preset("scale_invariant")),
     "config": ("longattn", CASES["sinks"], CASES["sinks"]),

@@ -148,9 +148,9 @@ def test_extend_to_the_trained_length_shows_the_farthest_tokens_nearer() -> None
     assert (after - before)[:, 16:].abs().max() > 1e-3
     model = stock("llama", max_position_embeddings=30)
     with pytest.raises(ValueError, match=r"reaches 35 tokens, not 36: .*Raise shift or lower window, or use rerope"):
-        hf_longattn.extend(model, to=36, method="string", window=5)
-    hf_longattn.extend(model, to=30, method="string")
-    assert hf_longattn.get_config(model).positions == hf_longattn.methods.String(shift=10, window=5)
+        hf_longattn.extend(model, to=36, method="string_remap", window=5)
+    hf_longattn.extend(model, to=30, method="string_remap")
+    assert hf_longattn.get_config(model).positions == hf_longattn.methods.StringRemap(shift=10, window=5)
     close(model(ids).logits[:, :10], before[:, :10])
 
 
@@ -495,7 +495,7 @@ def searched(
 def plotted(search: extension.Search) -> set[str]:
     """What the legend of the command's picture names."""
     pytest.importorskip("matplotlib")
-    from hf_longattn.cli.extend import plot
+    from hf_longattn.evaluation.measured_extension import plot
 
     drawn: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -547,7 +547,7 @@ def test_the_command_says_so_where_nothing_improves(saved: tuple[Path, Path], tm
     assert "Nothing reads better than the model as it is, by more than chance." in " ".join(result.output.split())
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["extend.json"]
     record = json.loads((tmp_path / "out" / "extend.json").read_text())
-    assert "string:shift=682" in {row["setting"] for row in record["rows"]}
+    assert "string_remap:shift=682" in {row["setting"] for row in record["rows"]}
     assert not any(row["setting"] == "YaRN" for row in record["rows"])
     (read,) = (row for row in record["rows"] if "read" in row and row["setting"] == "unmodified")
     assert read["read"] == 2048
@@ -639,7 +639,7 @@ SHORTEN: dict[str, Any] = {
     "a dict": lambda m: m.set_attn_implementation({"": "eager"}),
     "a method that extends nothing": lambda m: hf_longattn.apply(m, "infoscale"),
     "a method that reaches less": lambda m: hf_longattn.apply(m, "self_extend", group=2, window=32),
-    "extend to less": lambda m: hf_longattn.extend(m, 65, method="string", shift=32).set_attn_implementation("sdpa"),
+    "extend to less": lambda m: hf_longattn.extend(m, 65, method="string_remap", shift=32).set_attn_implementation("sdpa"),
     "disable": lambda m: state.disable(m),
 }
 

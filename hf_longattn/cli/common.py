@@ -20,8 +20,6 @@ from ..config import length_of
 from ..evaluation.options import HELP, EvalOptions
 
 if TYPE_CHECKING:
-    import torch
-
     from ..evaluation import Experiment, Results
     from ..evaluation.rows import Row
 
@@ -141,18 +139,18 @@ def measure(
         options = EvalOptions(model, texts, settings, **given)
     device = device_here(options.device)
 
-    from ..evaluation.plan import Plan
     from ..evaluation.processes import own_device
+    from ..evaluation.runner import Runner
 
     with refusing():
         options.dtype, options.device = precision(model, options.dtype, device), own_device(device)
-        plan = Plan(options)
+        runner = Runner(options)
     with refusing("--out"):
-        experiment = plan.open(out, {"command": command_line(context)})
-    interrupted = not page_only and run(experiment, out, plan.format_row)
-    results = plan.results(experiment)
+        experiment = runner.open(out, {"command": command_line(context)})
+    interrupted = not page_only and run(experiment, out, runner.format_row)
+    results = runner.results(experiment)
     if out is not None:
-        results.write(out, title or plan.title)
+        results.write(out, title or runner.title)
     show(results)
     if out is not None:
         say(f"The report: {out / 'index.html'}")
@@ -292,16 +290,6 @@ def read_texts(given: list[str]) -> dict[str, str]:
     return texts
 
 
-def read_tokens(text: Path, tokenizer: Any, length: int) -> torch.Tensor:
-    """The first `length` tokens of a text, (1, length); ValueError if it has fewer."""
-    from ..checks import read_text
-
-    ids: torch.Tensor = tokenizer(read_text(text), return_tensors="pt", verbose=False).input_ids
-    if ids.shape[1] < length:
-        raise ValueError(f"{text} has {ids.shape[1]} tokens, {length} are needed")
-    return ids[:, :length]
-
-
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     """For the console: names to the left, numbers to the right."""
     listed = [list(row) for row in rows]
@@ -316,7 +304,7 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> 
 
 def command_line(context: typer.Context) -> str:
     """The running command with every option that differs from its default; paths as `portable`."""
-    from ..evaluation.plan import portable
+    from ..evaluation.runner import portable
 
     words = ["hf-longattn", str(context.info_name)]  # not as it was started, which may be python -m
     for parameter in context.command.params:

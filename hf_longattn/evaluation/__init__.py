@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from .measures.losses import prefix_of as prefix_of
     from .measures.losses import token_losses as token_losses
     from .options import EvalOptions as EvalOptions
-    from .plan import Plan as Plan
-    from .plan import evaluate as evaluate
     from .results import Results as Results
+    from .runner import Runner as Runner
+    from .runner import evaluate as evaluate
     from .settings import Setting as Setting
     from .tasks.base import Task as Task
 
@@ -32,8 +32,8 @@ _HOME = {
     "measures.heads": ("copying_heads",),
     "measures.losses": ("loss_by_position", "prefix_of", "token_losses"),
     "options": ("EvalOptions",),
-    "plan": ("Plan", "evaluate"),
     "results": ("Results",),
+    "runner": ("Runner", "evaluate"),
     "settings": ("Setting",),
     "tasks.base": ("Task",),
 }

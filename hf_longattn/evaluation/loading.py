@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..config import LongAttnConfig, PerLayerConfig
+from ..config import LongAttnConfig
 from ..integration import apply, get_config, rope
 from ..integration.model import no_untrained_warning
 from ..scoped_method import AsItWas
@@ -114,8 +114,8 @@ def beside_own(model: Any, asked: LongAttnConfig) -> LongAttnConfig:
 
 
 def filled(asked: LongAttnConfig, own: LongAttnConfig) -> LongAttnConfig:
-    """Join a config with another's methods in the slots that it leaves free; a `PerLayerConfig` leaves none free."""
-    if isinstance(asked, PerLayerConfig):
+    """Join a config with another's methods in the slots that it leaves free; one of parts leaves none free."""
+    if asked.parts:
         return asked if asked.train_length or not own.train_length else asked.replace(train_length=own.train_length)
     free = ("train_length", *SLOTS) if asked.train_length is None else SLOTS
     kept = {key: getattr(own, key) for key in free if getattr(asked, key) is None}

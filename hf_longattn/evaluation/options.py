@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..config import length_of
+from ..config import length_of, listed
 
 BOS = ("auto", "always", "never")
 #: Endings of files that hold texts.
@@ -121,14 +121,14 @@ class EvalOptions:
                 'settings are a list of texts ("rerope:window=512") or of hf_longattn.evaluation.Setting(name, method=...), '
                 "not a mapping"
             )
-        self.settings = _listed(self.settings)
-        self.tasks = list(dict.fromkeys(_listed(self.tasks)))
-        self.lengths = sorted({length_of(n) for n in _listed(self.lengths)})
+        self.settings = listed(self.settings)
+        self.tasks = list(dict.fromkeys(listed(self.tasks)))
+        self.lengths = sorted({length_of(n) for n in listed(self.lengths)})
         self.near = length_of(self.near)
-        self.distances = self.distances and sorted({length_of(d) for d in _listed(self.distances)})
+        self.distances = self.distances and sorted({length_of(d) for d in listed(self.distances)})
         self.layers = _numbers(self.layers) if isinstance(self.layers, str) else self.layers
-        self.what = self.what and _listed(self.what)
-        self.kinds = self.kinds and _listed(self.kinds)
+        self.what = self.what and listed(self.what)
+        self.kinds = self.kinds and listed(self.kinds)
         self.rows = _rows(self.rows)
         for name in ("windows", "targets", "samples"):
             if getattr(self, name) < 1:
@@ -148,17 +148,10 @@ def _is_path(text: Any) -> bool:
     return isinstance(text, str) and len(text) < 256 and not text.split()[1:] and Path(text).suffix in SUFFIXES
 
 
-def _listed(value: Any) -> list[Any]:
-    """The parts of a string with commas; one thing as a list of it."""
-    if isinstance(value, str):
-        return [part.strip() for part in value.split(",") if part.strip()]
-    return list(value) if isinstance(value, Sequence) else [value]
-
-
 def _numbers(text: str) -> list[int]:
     """Layers: 0,5,10-12."""
     layers: list[int] = []
-    for part in _listed(text):
+    for part in listed(text):
         first, dash, last = part.partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
             raise ValueError(f"{text!r} is not a list of layers; write 0,5,10-12")

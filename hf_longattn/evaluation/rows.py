@@ -19,6 +19,8 @@ Row = dict[str, Any]
 CHECK = "crc32"
 #: Of JSON lines, what all rows share.
 PROTOCOL = "protocol.json"
+#: The rows of a search, in the folder of the model that it chose.
+SEARCHED = "extend.json"
 
 
 def write_whole(path: Path, text: str | bytes) -> None:

@@ -56,7 +56,7 @@ def candidates(train_length: int, to: int, temperature: str | None = None, plain
         f"self_extend:window={quarter}:group={coarse}",
     ]
     if to == train_length:
-        shifts = [f"string:shift={train_length // 3}", f"string:shift={half}"]
+        shifts = [f"string_remap:shift={train_length // 3}", f"string_remap:shift={half}"]
         return [Setting(UNMODIFIED), *map(Setting.parse, shifts + remaps)]
     yarn = [Setting(YARN, rope=f"yarn:{to / train_length}")] if plain else []
     if plain:
@@ -245,9 +245,14 @@ class Search:
         return sorted({max(end, LEAST) for end in ((self.edge + self.to) // 2, self.to - PASSAGE)})
 
     @property
+    def probes(self) -> int:
+        """The number of candidates that are probed."""
+        return sum(not tempered(name) for name in self.settings)
+
+    @property
     def work(self) -> int:
         """Tokens that will have been read in the end, or more where the best kinds have fewer settings: for progress."""
-        probes = sum(not tempered(name) for name in self.settings) * len(self.distances)
+        probes = self.probes * len(self.distances)
         # the unmodified model, the best kind with its windows, the other kinds
         readers = FINALISTS + WINDOWS + (self.temperature is not None)
         return probes * min(2, self.to // LEAST) * TOKENS + readers * self.to

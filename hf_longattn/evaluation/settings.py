@@ -20,13 +20,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..checks import read_text
-from ..config import LongAttnConfig, split_text
+from ..config import LongAttnConfig, listed, split_text
 from ..slots.method import as_length
-from ..slots.registry import did_you_mean
+from ..slots.registry import ROPES, did_you_mean
 
 UNMODIFIED = "unmodified"
-#: Position encodings by name, and the fewest and most numbers they take.
-ROPES = {"yarn": (1, 1), "ntk": (1, 1), "linear": (1, 1), "prope": (1, 2), "nope": (0, 0), "cope": (0, 1)}
 PLAIN = "plain"
 
 
@@ -140,8 +138,8 @@ def parse_settings(
     Raises:
         ValueError: a setting is wrong, or two share a name.
     """
-    encodings = [r for text in ropes for r in text.split(",")] or [PLAIN]
-    names = [m for text in methods for m in text.split(",")] or [UNMODIFIED]
+    encodings = [r for text in ropes for r in listed(text)] or [PLAIN]
+    names = [m for text in methods for m in listed(text)] or [UNMODIFIED]
     texts = [n if "@" in n or e == PLAIN else f"{'' if n == UNMODIFIED else n}@{e}" for e in encodings for n in names]
     settings = [Setting.parse(text) for text in texts] + ([] if file is None else read_settings(file))
     for text in adapters:

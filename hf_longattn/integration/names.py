@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..config import CUSTOM, LongAttnConfig
+from ..config import CUSTOM, LongAttnConfig, names_in
 from ..slots.registry import LISTENERS, STOCK, did_you_mean, from_elsewhere, list_methods, meant
 from .internals import get_implementation
 
@@ -93,8 +93,7 @@ def short(implementation: str) -> str:
 
 def methods_in(implementation: str) -> str:
     """A short name without the parameters behind it."""
-    name = short(implementation).partition(":")[0].partition("@")[0]
-    return "+".join(part.strip() for part in name.split("+"))
+    return names_in(short(implementation))
 
 
 def name_for(config_name: str) -> str:

@@ -12,8 +12,7 @@ from typing import Any
 
 from transformers import Cache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..config import CUSTOM, LongAttnConfig, read_name, refuse_twice
-from ..slots.method import SLOTS
+from ..config import CUSTOM, LongAttnConfig, is_whole, read_name
 from ..slots.registry import STOCK, method_class, parameters_of
 from ..user_warnings import warn
 from .internals import get_implementation, is_part, set_implementation
@@ -179,15 +178,13 @@ def _get_correct_attn_implementation(
 
 def _put_parameters(config: PreTrainedConfig, implementation: str) -> str:
     """The name in a text with parameters, which go into the config's section; ValueError where slots stand there already."""
-    name, parameters = read_name(implementation)
     section = config.longattn or {}
-    if {"version", "parts", *SLOTS} & section.keys():
+    if is_whole(section):
         raise ValueError(
             f"the checkpoint (or the config) describes its method with all parameters, and attn_implementation="
             f"{implementation!r} asks for others: load it as it is, and then hf_longattn.apply(model, {implementation!r})"
         )
-    refuse_twice(implementation, parameters, section)
-    config.longattn = section | parameters
+    name, config.longattn = read_name(implementation, section)
     return name
 
 
@@ -261,7 +258,7 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
         _announce(view)
     ours = any(is_longattn_name(get_implementation(c)) for c in (self.config, language_config(self.config)))
     if (section := self.config.longattn) and not ours:
-        if not {"version", *SLOTS} & section.keys():  # parameters as they are typed, not what a checkpoint saved
+        if not is_whole(section):  # parameters as they are typed, not what a checkpoint saved
             raise ValueError(
                 f"longattn={section} needs the name of its method beside it: attn_implementation="
                 f"{section.get('name', 'scale_invariant')!r}" + ("" if "name" in section else ", or whichever it is")

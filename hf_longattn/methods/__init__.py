@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .rerope import ReRope as ReRope
     from .scale_invariant import ScaleInvariant as ScaleInvariant
     from .self_extend import SelfExtend as SelfExtend
-    from .string import String as String
+    from .string_remap import StringRemap as StringRemap
     from .windows import LmInfinite as LmInfinite
     from .windows import Streaming as Streaming
     from .windows import Windowed as Windowed

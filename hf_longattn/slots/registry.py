@@ -25,8 +25,8 @@ GROUP = "hf_longattn.methods"
 STOCK = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 #: Names that mean something where a method's name may stand.
 RESERVED = (*STOCK, "longattn", "unmodified")
-#: Names of position encodings that are no methods, as `hf_longattn.rope` has them.
-ROPES = ("cope", "linear", "nope", "ntk", "prope", "yarn")
+#: Position encodings, which are no methods, as `hf_longattn.rope` has them; and the fewest and most numbers they take.
+ROPES = {"yarn": (1, 1), "ntk": (1, 1), "linear": (1, 1), "prope": (1, 2), "nope": (0, 0), "cope": (0, 1)}
 #: The model that a method is tried on as it is registered.
 TRIAL = ModelFacts(
     num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, value_dim=8, train_length=16, trained="a trial", rope_type="default"
@@ -49,7 +49,7 @@ METHODS: dict[str, str] = {
     "scale_invariant": "scale_invariant.ScaleInvariant",
     "self_extend": "self_extend.SelfExtend",
     "streaming": "windows.Streaming",
-    "string": "string.String",
+    "string_remap": "string_remap.StringRemap",
     "windowed": "windows.Windowed",
     "yarn_beyond": "yarn_beyond.YarnBeyond",
     "yarn_temperature": "yarn_temperature.YarnTemperature",

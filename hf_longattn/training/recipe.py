@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from ..checks import read_text
+from ..config import listed
 from ..evaluation.settings import Setting
 from ..slots.method import as_length, require_in
 from ..slots.registry import did_you_mean
@@ -190,7 +191,7 @@ def load_recipe(source: str | Mapping[str, Any], overrides: Sequence[str] = ()) 
         _check_keys(given)
         _read_lengths(given)
         if isinstance(targets := OmegaConf.select(given, "lora.targets"), str):
-            OmegaConf.update(given, "lora.targets", targets.split(","))
+            OmegaConf.update(given, "lora.targets", listed(targets))
         recipe: Recipe = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), given))  # type: ignore[assignment]
     except yaml.YAMLError as error:
         raise ValueError(f"{name} or an override is not valid YAML: {error}") from None

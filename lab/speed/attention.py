@@ -22,10 +22,10 @@ from lab.speed.timing import (
     PEER,
     RESULTS,
     TURNED,
-    AttentionLayout,
     Call,
     Calls,
-    PerLayerConfig,
+    Parts,
+    Rows,
     Shape,
     about_call,
     arguments,
@@ -44,7 +44,9 @@ FAMILY = [
     (name, "auto") for name in METHODS if name not in ("none", "scale_invariant+adaptive_temperature") and "," not in name
 ]
 BANDED = [(name, "auto") for name in METHODS if "window" in name]
-ONCE = [(name, backend) for name in TURNED for backend in ("auto", EACH_TIME) if backend == "auto" or "string" not in name]
+ONCE = [
+    (name, backend) for name in TURNED for backend in ("auto", EACH_TIME) if backend == "auto" or "string_remap" not in name
+]
 #: Query heads, key heads, head_dim of SmolLM2 135M, Llama 3 8B, Gemma 3 270M; bytes of keys and values that no cache holds.
 OWN, COLD = ((9, 3, 64), (32, 8, 128), (4, 1, 256)), 150_000_000
 WITHOUT = ("none", "tiled")  # what the tiled kernel costs where no method needs it
@@ -54,8 +56,8 @@ def shape(length: int, kv_heads: int = 8) -> Shape:
     return Shape(heads=8, kv_heads=kv_heads, length=length, head_dim=64)
 
 
-def parts() -> PerLayerConfig:
-    result: PerLayerConfig = {}
+def parts() -> Parts:
+    result: Parts = {}
 
     def add(name: str, length: int, chosen: list[tuple[str, str]], rounds: int, kv_heads: int = 8) -> None:
         mode = name.removeprefix("long ").split(",")[0]
@@ -94,7 +96,7 @@ def parts() -> PerLayerConfig:
     return result
 
 
-def turned_rows(mode: str, length: int, dtype: torch.dtype) -> AttentionLayout:
+def turned_rows(mode: str, length: int, dtype: torch.dtype) -> Rows:
     """A decoded token, or eight, in SmolLM2's shape, whose keys were turned once; of one also, turned at each token."""
     its = Shape(heads=9, kv_heads=3, length=length, head_dim=64)
     about = about_call(its, mode, dtype, "cpu")
@@ -104,7 +106,7 @@ def turned_rows(mode: str, length: int, dtype: torch.dtype) -> AttentionLayout:
     return compare(attention_calls(its, mode, dtype, "cpu", [PEER, *chosen]), rounds, about, PEER, repeat)
 
 
-def own_rows(mode: str, dtype: torch.dtype) -> AttentionLayout:
+def own_rows(mode: str, dtype: torch.dtype) -> Rows:
     """An unchanged layer behind a cache, as transformers' sdpa computes it and as ours: by shape, each with cold caches."""
     rows = []
     for (heads, kv_heads, head_dim), length in itertools.product(OWN, (2048, 8192, 32768)):
@@ -131,7 +133,7 @@ def own_of(query: Tensor, caches: list[list[Tensor]]) -> Call:
     return lambda: [few_queries(query, key, value, mask) for key, value in caches]
 
 
-def memory_row(name: tuple[str, str], mode: str, length: int) -> AttentionLayout:
+def memory_row(name: tuple[str, str], mode: str, length: int) -> Rows:
     """Peak MiB beyond the inputs, in a fresh process."""
     command = [sys.executable, __file__, "--memory", *name, mode, str(length)]
     mib = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])

@@ -18,7 +18,7 @@ import hf_longattn
 from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.engines import paged
 from lab.speed.model_step import SHAPE
-from lab.speed.timing import RESULTS, AttentionLayout, Call, Calls, PerLayerConfig, arguments, compare, run_parts
+from lab.speed.timing import RESULTS, Call, Calls, Parts, Rows, arguments, compare, run_parts
 
 logging.disable_progress_bar()
 TRAINED = SHAPE["max_position_embeddings"]
@@ -55,7 +55,7 @@ def about(batch: int, context: int, mode: str) -> dict[str, Any]:
     return {"device": "cpu", "dtype": "float32", **shape, "mode": mode, "seed": 0}
 
 
-def generate_rows(batch: int, context: int, rounds: int) -> AttentionLayout:
+def generate_rows(batch: int, context: int, rounds: int) -> Rows:
     """NEW tokens for each of `batch` sequences behind `context` tokens."""
     cache, ids = DynamicCache(), torch.randint(1000, 40000, (batch, context + 1))
     for layer in range(SHAPE["num_hidden_layers"]):
@@ -75,7 +75,7 @@ def generate_rows(batch: int, context: int, rounds: int) -> AttentionLayout:
     return [row | {"tokens_per_second": float(f"{batch * NEW / row['seconds']:.3g}")} for row in rows]
 
 
-def continuous_rows(rounds: int) -> AttentionLayout:
+def continuous_rows(rounds: int) -> Rows:
     """Prompts of lengths drawn evenly on a logarithmic scale, NEW_EACH tokens each."""
     rng = random.Random(0)
     lengths = [round(math.exp(rng.uniform(math.log(SHORTEST), math.log(LONGEST)))) for _ in range(REQUESTS)]
@@ -108,8 +108,8 @@ def continuous_rows(rounds: int) -> AttentionLayout:
     ]
 
 
-def parts(rounds: int) -> PerLayerConfig:
-    found: PerLayerConfig = {f"generate {b} x {n}": lambda b=b, n=n: generate_rows(b, n, rounds) for b, n in SIZES}  # type: ignore[misc]
+def parts(rounds: int) -> Parts:
+    found: Parts = {f"generate {b} x {n}": lambda b=b, n=n: generate_rows(b, n, rounds) for b, n in SIZES}  # type: ignore[misc]
     return found | {"continuous": lambda: continuous_rows(rounds)}
 
 

@@ -38,7 +38,7 @@ def methods(trained: int) -> dict[str, Row]:
         "leaky_rerope": {"window": window, "stretch": 4},
         "self_extend": {"window": window // 2, "group": 4},
         "dual_chunk": {"chunk": trained * 3 // 4, "local": trained // 16},
-        "string": {"shift": trained // 3, "window": max(trained // 64, 1)},
+        "string_remap": {"shift": trained // 3, "window": max(trained // 64, 1)},
         "rerope+infoscale": {"window": window, "train_length": trained},
         "streaming": {"window": window},
         "attention_sink": {},

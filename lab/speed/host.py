@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.integration.caches import CACHE
-from lab.speed.timing import RESULTS, AttentionLayout, Call, PerLayerConfig, arguments, run_parts
+from lab.speed.timing import RESULTS, Call, Parts, Rows, arguments, run_parts
 
 LAYERS, LENGTH, SHORT = 24, 64, 16
 TINY = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "vocab_size": 64}
@@ -38,7 +38,7 @@ ACTING = {
     **{name: preset(name, window=SHORT) for name in ("rerope", "leaky_rerope", "self_extend", "windowed", "streaming")},
     "lm_infinite": preset("lm_infinite", window=SHORT),
     "dual_chunk": preset("dual_chunk", chunk=SHORT, local=4),
-    "string": preset("string", shift=SHORT, window=8),
+    "string_remap": preset("string_remap", shift=SHORT, window=8),
     "yarn_beyond": preset("yarn_beyond", factor=8.0, train_length=SHORT),
     "rerope+infoscale": preset("rerope+infoscale", window=SHORT, train_length=2 * SHORT),
 }
@@ -68,14 +68,14 @@ def cpu_seconds(call: Call) -> float:
     return time.thread_time() - start
 
 
-def host_rows(configs: dict[str, LongAttnConfig], mode: str, rounds: int) -> AttentionLayout:
+def host_rows(configs: dict[str, LongAttnConfig], mode: str, rounds: int) -> Rows:
     """The time of a layer beyond sdpa's, for each method."""
     calls = {None: step(None)} | {name: step(config) for name, config in configs.items()}
     for call in calls.values():
         cpu_seconds(call)
     times: list[dict[Any, float]] = [{name: cpu_seconds(call) for name, call in calls.items()} for _ in range(rounds)]
     layer = {name: min(t[name] for t in times) / LAYERS * 1e6 for name in calls}
-    rows: AttentionLayout = []
+    rows: Rows = []
     for name in configs:
         row = {"method": name, "backend": "auto", "device": "cpu", "dtype": "float32", "mode": mode, "length": LENGTH}
         row |= {"layers": LAYERS, "rounds": rounds, "seed": 0, "layer_us": round(layer[None], 1)}
@@ -84,7 +84,7 @@ def host_rows(configs: dict[str, LongAttnConfig], mode: str, rounds: int) -> Att
     return rows
 
 
-def parts(rounds: int) -> PerLayerConfig:
+def parts(rounds: int) -> Parts:
     return {
         "host within": lambda: host_rows(WITHIN, "within", rounds),
         "host acting": lambda: host_rows(ACTING, "acting", rounds),

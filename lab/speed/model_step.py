@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, loggin
 
 import hf_longattn
 from hf_longattn.integration.caches import CACHE
-from lab.speed.timing import AttentionLayout, Calls, compare
+from lab.speed.timing import Calls, Rows, compare
 
 logging.disable_progress_bar()
 WEIGHTS = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct"
@@ -43,7 +43,7 @@ def model(name: str, dtype: torch.dtype, device: str, length: int, lora: bool) -
     return made
 
 
-def model_rows(mode: str, length: int, dtype: torch.dtype, device: str, rounds: int) -> AttentionLayout:
+def model_rows(mode: str, length: int, dtype: torch.dtype, device: str, rounds: int) -> Rows:
     """mode: "forward", "LoRA step" or "decode" (one token after `length` of them), batch 1."""
     calls: Calls = {}
     with torch.device(device):

@@ -32,7 +32,7 @@ from hf_longattn.core import call as attention_call
 from hf_longattn.core import geometry
 from hf_longattn.core.attend import attend, plan_of
 from hf_longattn.core.lower import distance_tables
-from hf_longattn.core.rotated_keys import Turned
+from hf_longattn.core.rotated_keys import RotatedKeys
 from hf_longattn.evaluation import rows as store
 from hf_longattn.evaluation.rows import versions_line
 
@@ -58,7 +58,7 @@ TURNED = {
     "leaky_rerope, window 4096": preset("leaky_rerope", window=4096),
     "self_extend, window 1024": preset("self_extend", window=1024),
     "dual_chunk, chunk 6144": preset("dual_chunk", chunk=6144, local=512),
-    "string, shift 2730": preset("string", shift=2730, window=128),
+    "string_remap, shift 2730": preset("string_remap", shift=2730, window=128),
     "cosscale": METHODS["cosscale"],
 }
 #: In the place of a backend: "auto" behind a cache beside which nothing is kept.
@@ -117,7 +117,7 @@ def attention_calls(shape: Shape, mode: str, dtype: torch.dtype, device: str, ch
         if backend == "eager":
             return eager()
         if mode in DECODED:
-            made, config = Turned(), (METHODS | TURNED)[method]
+            made, config = RotatedKeys(), (METHODS | TURNED)[method]
             kept: dict[str, Any] = {"keep": lambda by, key: made, "backend": backend}  # as behind a model's cache
             kept = {} if backend == EACH_TIME else kept
             asked = attention_call.Call(q, k, v, config, rows, kind=(method, backend), **model, **kept)

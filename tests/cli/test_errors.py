@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 import pytest
 import tiny
 import torch
-import typer
 from filelock import FileLock
 from helpers import stock, tokens
 from rich.console import Console
@@ -35,10 +34,11 @@ from typer.testing import CliRunner
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, apply
+from hf_longattn.checks import Refused, check_folder
 from hf_longattn.cli import app
 from hf_longattn.cli.common import table
-from hf_longattn.evaluation import doctor
-from hf_longattn.evaluation.rows import RowFile
+from hf_longattn.evaluation import doctor, measured_extension
+from hf_longattn.evaluation.rows import SEARCHED, RowFile
 from hf_longattn.evaluation.settings import Setting
 from hf_longattn.slots import registry
 from hf_longattn.slots.base import LengthTemperature
@@ -233,7 +233,9 @@ def test_extend_says_what_a_model_runs_already(files: Path, tmp_path: Path, monk
     model = hf_longattn.extend(AutoModelForCausalLM.from_pretrained(files / "model"), "2k", "rerope")
     hf_longattn.save(model, tmp_path)
     shutil.copy(files / "model" / "tokenizer.json", tmp_path)
-    monkeypatch.setattr(import_module("hf_longattn.cli.extend"), "_run", lambda *_: sys.exit(0))  # all of that is said before
+    monkeypatch.setattr(
+        import_module("hf_longattn.cli.extend"), "run", lambda *_, **__: sys.exit(0)
+    )  # all of that is said before
     line = ["extend", str(tmp_path), "--to", "4k", "--text", str(files / "book.txt"), "--device", "cpu"]
     said = " ".join(CliRunner().invoke(app, line).output.split())
     assert f"{tmp_path} runs rerope already, extended to 2,048 tokens" in said
@@ -275,22 +277,21 @@ def test_doctor_finds_an_announced_length_that_nothing_reaches(files: Path, tmp_
 # a second time ------------------------------------------------------------------------------------------------------------
 
 
-def test_yarn_makes_a_longer_model_that_needs_no_plugin(
-    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_yarn_makes_a_longer_model_that_needs_no_plugin(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And saving again says that it is finished, or puts another choice in its place."""
-    module, out = import_module("hf_longattn.cli.extend"), tmp_path / "out"
-    monkeypatch.setattr(module, "plot", lambda search, path: path.write_bytes(b"picture"))
+    out, plan = tmp_path / "out", measured_extension.MeasuredExtension(str(files / "model"), 4096)
+    monkeypatch.setattr(measured_extension, "plot", lambda search, path: path.write_bytes(b"picture"))
     settings = {"YaRN": Setting("YaRN", rope="yarn:4.0"), "rerope": Setting.parse("rerope:window=512")}
 
     def save(choice: str, purpose: str) -> str:
         """What is said; the folder is taken for one of the command's own."""
-        module._check(out, 0.02)
+        check_folder(out, set(), SEARCHED)
         rows = RowFile(out / "extend.json", protocol={"to": 4096})
         found = {"to": 4096, "purpose": purpose, "tolerance": 0.02, "edge": 1024, "copies": [], "probed": dict}
         search = SimpleNamespace(settings=settings, rows=rows, **found)
-        module._save(search, choice, str(files / "model"), "float32", tiny.tokenizer(), out)
-        return "".join(capsys.readouterr().out.split())
+        told: list[str] = []
+        plan.save(search, choice, "float32", out, told.append)
+        return "".join("".join(told).split())
 
     assert "importhf_longattn" not in save("YaRN", "both")
     model = AutoModelForCausalLM.from_pretrained(out)
@@ -306,7 +307,7 @@ def test_yarn_makes_a_longer_model_that_needs_no_plugin(
     assert "isfinished:itholdsYaRNalready" in save("YaRN", "reading")
     assert (out / "model.safetensors").stat().st_mtime_ns == written
     assert json.loads((out / "extend.json").read_text())["for"] == "reading"
-    with pytest.raises(typer.BadParameter, match="holds a model under YaRN, and rerope is what is chosen now"):
+    with pytest.raises(Refused, match="holds a model under YaRN, and rerope is what is chosen now"):
         save("rerope", "both")
     assert (out / "model.safetensors").stat().st_mtime_ns == written
     for path in (out / "config.json", out / "model.safetensors"):

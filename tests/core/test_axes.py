@@ -23,7 +23,7 @@ FORMULAS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "rerope": ({"window": W}, lambda p: 0 * p + W, lambda p: 0 * p),
     "leaky_rerope": ({"window": W, "stretch": 4.0}, lambda p: (p - W) / 4 + W, lambda p: p / 4),
     "self_extend": ({"window": W, "group": 3}, lambda p: p // 3 + W - W // 3, lambda p: p // 3),
-    "string": ({"shift": W, "window": 5}, lambda p: p - W + 5, lambda p: p),
+    "string_remap": ({"shift": W, "window": 5}, lambda p: p - W + 5, lambda p: p),
     "streaming": ({"window": W, "sinks": 3}, lambda p: p.clamp(max=3 + W - 1), lambda p: p),
     "lm_infinite": ({"window": W, "sinks": 3}, lambda p: 0 * p + W, lambda p: 0 * p),
 }

@@ -176,7 +176,7 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
         st.builds(lambda w: {"name": "rerope", "window": w}, st.integers(1, 40)),
         st.builds(lambda w, k: {"name": "leaky_rerope", "window": w, "stretch": k}, st.integers(1, 40), st.floats(1, 9)),
         st.builds(lambda w, g: {"name": "self_extend", "window": w, "group": g}, st.integers(1, 40), st.integers(1, 9)),
-        st.builds(lambda w, s: {"name": "string", "shift": w + s, "window": w}, st.integers(1, 20), st.integers(1, 20)),
+        st.builds(lambda w, s: {"name": "string_remap", "shift": w + s, "window": w}, st.integers(1, 20), st.integers(1, 20)),
         st.builds(lambda s, a: {"name": "dual_chunk", "chunk": s + a, "local": s}, st.integers(1, 9), st.integers(1, 20)),
         st.builds(lambda n, f: {"name": "yarn_beyond", "train_length": n, "factor": f}, st.integers(1, 40), st.floats(1, 9)),
     ),

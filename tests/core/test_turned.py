@@ -19,7 +19,7 @@ from hf_longattn.core.reference import dense_attention
 from hf_longattn.core.rotated_keys import RotatedKeys
 
 preset = LongAttnConfig.preset
-FUSED = ("rerope", "string", "rerope+infoscale", "rerope+attention_sink", "cosscale", "rerope+cosscale")
+FUSED = ("rerope", "string_remap", "rerope+infoscale", "rerope+attention_sink", "cosscale", "rerope+cosscale")
 
 
 def test_each_column_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_half_precision_reads_turned_keys_by_the_fused_kernel(
 ) -> None:
     """As near to the definition in float64 as the rounding of one more number for each query and key allows."""
     monkeypatch.setattr(few_cpu, "WORTH", 2)
-    own = {"string": {"shift": 9, "window": 4}, "rerope+infoscale": {"window": 9, "train_length": 20}}
+    own = {"string_remap": {"shift": 9, "window": 4}, "rerope+infoscale": {"window": 9, "train_length": 20}}
     parameters = own.get(name, {"window": 9} if "rerope" in name else {}) | ({"scale": 4.0} if "cosscale" in name else {})
     config, generator = preset(name, **parameters), torch.Generator().manual_seed(0)
     q_len = 1 if rows == "one" else 5
@@ -72,9 +72,9 @@ def test_half_precision_reads_turned_keys_by_the_fused_kernel(
     assert compute.streams
     kept = RotatedKeys()
     got = plan.computed_by("few", compute).run(query, key, value, keep=lambda by, k: kept)
-    assert bool(kept.nbytes) == (name != "string")
+    assert bool(kept.nbytes) == (name != "string_remap")
     wide = (x.double() for x in (query, key, value))
     want, _ = dense_attention(Call(*wide, config, seen, 0.25, **model))
     close(got.double(), want, 0.02)
-    if name != "string":
+    if name != "string_remap":
         assert few_cpu.FewOnCPU(lower(Call(query, key, value, config, seen, 0.25, backend="tiled", **model))).by is None

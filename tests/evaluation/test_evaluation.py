@@ -25,8 +25,8 @@ from hf_longattn import LongAttnConfig
 from hf_longattn.cli import app
 from hf_longattn.evaluation import (
     EvalOptions,
-    Plan,
     Results,
+    Runner,
     Task,
     answer_scores,
     copy_losses,
@@ -36,6 +36,7 @@ from hf_longattn.evaluation import (
     with_copies,
 )
 from hf_longattn.evaluation.checkpoints import precision_of
+from hf_longattn.evaluation.corpus import reading
 from hf_longattn.evaluation.experiment import fingerprint
 from hf_longattn.evaluation.loading import edit_rope, load_setting
 from hf_longattn.evaluation.preflight import check_setting
@@ -44,7 +45,6 @@ from hf_longattn.evaluation.settings import Setting, parse_settings, read_settin
 from hf_longattn.evaluation.statistics import mean_interval, wilson
 from hf_longattn.evaluation.tasks import base, long_ppl
 from hf_longattn.evaluation.tasks.loss import Loss
-from hf_longattn.evaluation.tasks.prefix import reading
 from hf_longattn.evaluation.verdict import headline, summary
 from hf_longattn.training.loss import CausalLoss
 
@@ -61,9 +61,9 @@ def folder(tmp_path_factory: Any) -> Path:
     return path
 
 
-def plan(
+def runner(
     folder: Path, model: str = "model", texts: tuple[str, ...] = ("a.txt", "b.txt"), contents: str = "", **changes: Any
-) -> Plan:
+) -> Runner:
     arguments: dict[str, Any] = {
         "model": str(folder / model),
         "settings": parse_settings(["scale_invariant:tau=3", "@yarn:2"]),
@@ -71,7 +71,7 @@ def plan(
         "texts": {name: contents or (folder / name).read_text() for name in texts},
         "targets": 64,
     }
-    return Plan(EvalOptions(**arguments | changes))
+    return Runner(EvalOptions(**arguments | changes))
 
 
 # numbers -------------------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def plan(
 
 @pytest.mark.parametrize("model", ["model", "with_bos"])
 def test_losses_are_those_of_plain_forward_passes_over_the_same_targets(folder: Path, tmp_path: Path, model: str) -> None:
-    this = plan(folder, model)
+    this = runner(folder, model)
     store = this.open(tmp_path / "out")
     store.run()
     found = this.results(store)
@@ -105,17 +105,17 @@ def test_losses_are_those_of_plain_forward_passes_over_the_same_targets(folder: 
 
 
 def test_the_same_targets_end_every_context(folder: Path) -> None:
-    this = plan(folder)
-    document = this.documents[0]
-    ends = [this.context(document, n)[0, -64:].tolist() for n in this.options.lengths]
+    this = runner(folder)
+    document = this.corpus.documents[0]
+    ends = [this.corpus.context(document, n)[0, -64:].tolist() for n in this.options.lengths]
     assert ends[0] == ends[1] == ends[2] == document.ids[-64:].tolist()
 
 
 def test_several_windows_do_not_overlap(folder: Path) -> None:
-    this = plan(folder, texts=("a.txt",), windows=2)
-    assert [d.name for d in this.documents] == ["a.txt, window 1", "a.txt, window 2"]
+    this = runner(folder, texts=("a.txt",), windows=2)
+    assert [d.name for d in this.corpus.documents] == ["a.txt, window 1", "a.txt, window 2"]
     text = (folder / "a.txt").read_text()
-    for i, document in enumerate(this.documents):
+    for i, document in enumerate(this.corpus.documents):
         assert "".join(tiny.CHARACTERS[t] for t in document.ids) == text[1024 * i : 1024 * (i + 1)]
 
 
@@ -128,19 +128,19 @@ def test_losses_of_the_last_tokens_alone(folder: Path) -> None:
 
 
 def test_copies_are_the_loss_on_passages_repeated_from_far_back(folder: Path, tmp_path: Path) -> None:
-    this = plan(folder, tasks=("copies",), lengths=[2560, 2816], model="longer", settings=parse_settings(["infoscale"]))
+    this = runner(folder, tasks=("copies",), lengths=[2560, 2816], model="longer", settings=parse_settings(["infoscale"]))
     copies = far_copies(2560)
     assert [(c.distance, c.position) for c in copies] == [(1024, 2048), (1945, 2176), (512, 2304), (1536, 2432)]
     store = this.open(tmp_path / "out")
     store.run()
     row = store.rows["unmodified | copies | 2560 | b.txt"]
-    ids, _ = with_copies(this.context(this.documents[1], 2560), copies)
+    ids, _ = with_copies(this.corpus.context(this.corpus.documents[1], 2560), copies)
     losses = token_losses(AutoModelForCausalLM.from_pretrained(folder / "longer").eval(), ids)
     found = [-a["log_likelihood"] / a["tokens"] for a in row["answers"]]
     assert found == pytest.approx(copy_losses(losses, copies), abs=1e-5)
     assert row["distances"] == [c.distance for c in copies]
     with pytest.raises(ValueError, match="copies need texts of 2560 tokens or more, not 512"):
-        plan(folder, tasks=("copies",), lengths=[512, 2560])
+        runner(folder, tasks=("copies",), lengths=[512, 2560])
 
 
 @pytest.mark.parametrize(
@@ -149,13 +149,13 @@ def test_copies_are_the_loss_on_passages_repeated_from_far_back(folder: Path, tm
 def test_a_prefix_is_read_once_and_settings_read_on(folder: Path, tmp_path: Path, asked: str) -> None:
     """The prefix's window is longer than the text here: what reads it by itself gives what one pass does."""
     lengths, prefix = [2560, 2816], "streaming:window=2500"
-    this = plan(folder, tasks=("loss", "copies"), lengths=lengths, targets=512, model="longer", prefix=prefix,
+    this = runner(folder, tasks=("loss", "copies"), lengths=lengths, targets=512, model="longer", prefix=prefix,
                 settings=parse_settings([asked]))  # fmt: skip
     store = this.open(tmp_path / "out")
     store.run()
     model = load_setting(Setting.parse(asked), str(folder / "longer"))
     plain = AutoModelForCausalLM.from_pretrained(folder / "longer").eval()
-    for document, length in itertools.product(this.documents, lengths):
+    for document, length in itertools.product(this.corpus.documents, lengths):
         ids = document.ids[None, :length]
         (copied, _), copies = with_copies(ids, far_copies(length)), far_copies(length)
         whole = [token_losses(model, x) for x in (ids, copied)]
@@ -203,11 +203,11 @@ def test_a_prefix_of_layers_that_slide(folder: Path, tmp_path: Path) -> None:
     plain = Gemma2ForCausalLM(config).eval()
     plain.save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
-    this = plan(folder, model=str(tmp_path / "model"), lengths=[256, 300], prefix="streaming:window=300",
+    this = runner(folder, model=str(tmp_path / "model"), lengths=[256, 300], prefix="streaming:window=300",
                 settings=[Setting("unmodified")])  # fmt: skip
     store = this.open(tmp_path / "out")
     store.run()
-    for document, length in itertools.product(this.documents, this.options.lengths):
+    for document, length in itertools.product(this.corpus.documents, this.options.lengths):
         expected = token_losses(plain, document.ids[None, :length])
         found = store.rows[f"unmodified | loss | {length} | {document.name}"]["loss"]
         assert found == pytest.approx(float(expected[0, -64:].mean()), abs=2e-5)
@@ -218,26 +218,26 @@ def test_what_reads_on_from_one_prefix() -> None:
         configs = [LongAttnConfig() if m == "unmodified" else LongAttnConfig.preset(m) for m in methods]
         return len({repr(reading(c, "streaming:window=64").to_dict()) for c in configs})
 
-    assert readers("unmodified", "rerope", "rerope+infoscale", "string", "logn", "streaming") == 1
+    assert readers("unmodified", "rerope", "rerope+infoscale", "string_remap", "logn", "streaming") == 1
     assert readers("unmodified", "scale_invariant", "adaptive_temperature", "cosscale", "output_standardise") == 5
 
 
 def test_a_prefix_is_part_of_the_protocol_and_checked(folder: Path, tmp_path: Path) -> None:
     usual = {"settings": parse_settings(["infoscale"]), "lengths": [256, 512]}
-    plan(folder, **usual).open(tmp_path / "out").run()
+    runner(folder, **usual).open(tmp_path / "out").run()
     with pytest.raises(ValueError, match=r"another protocol \(prefix: None there, 'streaming:window=64' now\)"):
-        plan(folder, prefix="streaming:window=64", **usual).open(tmp_path / "out")
+        runner(folder, prefix="streaming:window=64", **usual).open(tmp_path / "out")
     for prefix, message in (
         ("@yarn:2", "under a method of its own"),
         ("streeming", "did you mean"),
         ("unmodified", "of its own"),
     ):
         with pytest.raises(ValueError, match=message):
-            plan(folder, prefix=prefix, **usual)
+            runner(folder, prefix=prefix, **usual)
     with pytest.raises(ValueError, match="with a prefix give as many targets, not 64"):
-        plan(folder, prefix="streaming", tasks=("copies",), model="longer", lengths=[2560])
+        runner(folder, prefix="streaming", tasks=("copies",), model="longer", lengths=[2560])
     with pytest.raises(ValueError, match="a prefix belongs to the tasks loss and copies"):
-        plan(folder, prefix="streaming", tasks=("passkey",))
+        runner(folder, prefix="streaming", tasks=("passkey",))
 
 
 def test_answers_are_scored_as_generation_would_give_them(folder: Path) -> None:
@@ -396,6 +396,7 @@ def test_a_checkpoints_own_method_stays_beside_what_is_asked_for(folder: Path, t
 def test_settings_are_parsed_and_crossed(tmp_path: Path) -> None:
     names = [s.name for s in parse_settings(["unmodified,infoscale", "logn@ntk:2"], ["plain,yarn:2"])]
     assert names == ["unmodified", "infoscale", "logn@ntk:2", "@yarn:2", "infoscale@yarn:2"]
+    assert [s.name for s in parse_settings(["rerope:layers=[0, 2],logn"])][1:] == ["rerope:layers=[0, 2]", "logn"]
     setting = Setting.parse("infoscale+scale_invariant:tau=100:clamp=false@prope:0.5")
     assert setting.parameters == {"tau": 100, "clamp": False}
     assert setting.rope == "prope:0.5"
@@ -486,7 +487,7 @@ def test_an_adapter_that_says_nothing_of_attention_is_told(folder: Path, tmp_pat
 
 
 def test_interrupted_runs_keep_their_rows_and_go_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    this, out = plan(folder), tmp_path / "out"
+    this, out = runner(folder), tmp_path / "out"
     real, calls = Loss.measure, []
 
     def stops(*arguments: Any) -> Any:
@@ -524,7 +525,7 @@ def test_checkpoints_that_differ_in_one_weight_have_fingerprints_of_their_own(tm
 
 
 def test_shortest_first_gives_the_same_rows_in_another_order(folder: Path) -> None:
-    usual, short = (plan(folder, shortest_first=x).open(None).cells for x in (False, True))
+    usual, short = (runner(folder, shortest_first=x).open(None).cells for x in (False, True))
     assert {(i.name, i.digest) for i in usual} == {(i.name, i.digest) for i in short}
     assert [i.key["length"] for i in short] == sorted(i.key["length"] for i in usual)
     assert [i.setting.name for i in short[:6]] == ["unmodified"] * 2 + ["scale_invariant:tau=3"] * 2 + ["@yarn:2"] * 2
@@ -532,7 +533,7 @@ def test_shortest_first_gives_the_same_rows_in_another_order(folder: Path) -> No
 
 def test_rows_of_another_protocol_are_refused_and_not_mixed(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    this = plan(folder, settings=[Setting("unmodified")], lengths=[128, 512])
+    this = runner(folder, settings=[Setting("unmodified")], lengths=[128, 512])
     this.open(out).run()
     before = (out / "rows.jsonl").read_text()
     for changes, message in (
@@ -545,8 +546,8 @@ def test_rows_of_another_protocol_are_refused_and_not_mixed(folder: Path, tmp_pa
         ({"contents": "another text " * 300}, "row 'unmodified | loss | 128 | a.txt'"),
     ):
         with pytest.raises(ValueError, match=message.replace("|", r"\|")):
-            plan(folder, **{"settings": [Setting("unmodified")], "lengths": [128, 512]} | changes).open(out)
-    more = plan(folder, lengths=[128, 256, 512], tasks=["loss", "dictionary_lookup"], samples=1)  # joins
+            runner(folder, **{"settings": [Setting("unmodified")], "lengths": [128, 512]} | changes).open(out)
+    more = runner(folder, lengths=[128, 256, 512], tasks=["loss", "dictionary_lookup"], samples=1)  # joins
     assert len(more.open(out).rows) == 4
     assert (out / "rows.jsonl").read_text() == before
 
@@ -572,7 +573,7 @@ def test_wrong_input_is_refused_before_weights_are_read(
 ) -> None:
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     with pytest.raises(ValueError, match=message):
-        plan(folder, **changes)
+        runner(folder, **changes)
 
 
 # the command ---------------------------------------------------------------------------------------------------------
@@ -705,9 +706,9 @@ class FirstLoss(Task):
     documents = True
 
     def cells(self, setting: Setting) -> Any:
-        for document in self.plan.documents:
-            ids = self.plan.context(document, self.plan.longest)
-            yield self.cell(setting, self.plan.longest, document.name, lambda m, ids=ids: {"first_loss": 2.0 + len(ids)})
+        for document in self.corpus.documents:
+            ids = self.corpus.context(document, self.corpus.longest)
+            yield self.cell(setting, self.corpus.longest, document.name, lambda m, ids=ids: {"first_loss": 2.0 + len(ids)})
 
 
 def test_a_task_of_another_package_is_one_of_every_command(
@@ -739,7 +740,7 @@ def test_long_ppl_is_the_loss_on_the_evaluators_key_tokens(
 ) -> None:
     # a random model is never sure, and never helped by more than a little
     monkeypatch.setattr(long_ppl.key_tokens, "__defaults__", (0.02, 4.0))
-    this = plan(folder, lengths=[128, 512], tasks=["long_ppl"], near=128, evaluator="@yarn:2")
+    this = runner(folder, lengths=[128, 512], tasks=["long_ppl"], near=128, evaluator="@yarn:2")
     store = this.open(tmp_path / "out")
     order = []
     store.run(lambda row, new: order.append((row["setting"], row["length"])) or "")
@@ -747,8 +748,8 @@ def test_long_ppl_is_the_loss_on_the_evaluators_key_tokens(
     assert len(order) == 6  # three settings, two documents, the one length beyond `near`
     network = load_setting(this.settings[-1], this.options.model)
     plain = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
-    for document in this.documents:
-        ids = this.context(document, 512)
+    for document in this.corpus.documents:
+        ids = this.corpus.context(document, 512)
         long, short = token_losses(network, ids), long_ppl.short_losses(network, ids, 160, 32)
         keys = (short - long > 0.02) & (long < 4.0)
         rows = {r["setting"]: r for r in store.rows.values() if r["which"] == document.name}
@@ -769,20 +770,20 @@ def test_long_ppl_is_the_loss_on_the_evaluators_key_tokens(
 
 
 def test_long_ppl_without_key_tokens_is_a_dash_and_what_cannot_be_is_refused(folder: Path, tmp_path: Path) -> None:
-    this = plan(folder, lengths=[128, 512], tasks=["long_ppl"], near=128, settings=parse_settings([]))
+    this = runner(folder, lengths=[128, 512], tasks=["long_ppl"], near=128, settings=parse_settings([]))
     store = this.open(tmp_path / "out")
     store.run()
     assert {r["key_loss"] for r in store.rows.values()} == {None}
     (section,) = this.results(store).sections()
     assert section.tables[0].rows == [["unmodified", None]]
     with pytest.raises(ValueError, match="no length exceeds 1280"):
-        plan(folder, tasks=["long_ppl"], near=1024)
+        runner(folder, tasks=["long_ppl"], near=1024)
     with pytest.raises(ValueError, match="'bigger' is none of the settings: unmodified"):
-        plan(folder, tasks=["long_ppl"], near=128, evaluator="bigger")
+        runner(folder, tasks=["long_ppl"], near=128, evaluator="bigger")
     with pytest.raises(ValueError, match="long_ppl reads whole documents: measure it without a prefix"):
-        plan(folder, tasks=["loss", "long_ppl"], near=128, prefix="streaming:window=64")
+        runner(folder, tasks=["loss", "long_ppl"], near=128, prefix="streaming:window=64")
     with pytest.raises(ValueError, match="near: 128 there, 256 now"):
-        plan(folder, lengths=[128, 512], tasks=["long_ppl"], near=256).open(tmp_path / "out")
+        runner(folder, lengths=[128, 512], tasks=["long_ppl"], near=256).open(tmp_path / "out")
 
 
 def test_long_ppl_is_reported_without_an_evaluator_that_was_interrupted() -> None:
@@ -803,8 +804,8 @@ def test_long_ppl_is_reported_without_an_evaluator_that_was_interrupted() -> Non
 def test_an_evaluator_of_another_tokenizer_is_refused(folder: Path) -> None:
     settings = [*parse_settings([]), Setting("other", model=str(folder / "with_bos"))]
     with pytest.raises(ValueError, match="'other' has another tokenizer"):
-        plan(folder, tasks=["long_ppl"], near=128, settings=settings, evaluator="other")
-    assert plan(folder, tasks=["long_ppl"], near=128, settings=settings)
+        runner(folder, tasks=["long_ppl"], near=128, settings=settings, evaluator="other")
+    assert runner(folder, tasks=["long_ppl"], near=128, settings=settings)
 
 
 def test_effective_length_is_the_longest_up_to_which_a_share_is_kept() -> None:

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hf_longattn
-from hf_longattn.evaluation import EvalOptions, Plan
+from hf_longattn.evaluation import EvalOptions, Runner
 from hf_longattn.evaluation.results import Results
 from hf_longattn.evaluation.tasks import ruler_prompts as prompts
 from hf_longattn.evaluation.tasks.ruler import CHUNK, THRESHOLD
@@ -300,13 +300,13 @@ def test_what_is_written_is_what_the_model_says(windows: bool, model: Path, tmp_
         sizes = {"layer_types": types, "sliding_window": 64, "head_dim": 8, "num_key_value_heads": 1}
         model = tiny.save(tmp_path / "model", trained=4096, kind="Gemma3Text", **sizes)
     (row,) = (r for r in evaluated(model, **GRAPH).rows if r["setting"] == "unmodified")
-    plan = Plan(EvalOptions(str(model), prose(), **GRAPH))  # type: ignore[arg-type]  # it takes one text, too
-    question, ids = plan.tasks[0].question("graphwalks", 1200, 0)  # type: ignore[attr-defined]
+    runner = Runner(EvalOptions(str(model), prose(), **GRAPH))  # type: ignore[arg-type]  # it takes one text, too
+    question, ids = runner.tasks[0].question("graphwalks", 1200, 0)  # type: ignore[attr-defined]
     assert len(ids) == row["tokens"] > CHUNK
     loaded, new = AutoModelForCausalLM.from_pretrained(model).eval(), [0]
     while len(new) <= KINDS["graphwalks"].new_tokens and tiny.CHARACTERS[new[-1]] not in ("</s>", "]"):
         new.append(int(loaded(torch.tensor([ids + new[1:]])).logits[0, -1].argmax()))
-    assert row["written"] == plan.tokenizer.decode(new, skip_special_tokens=True)
+    assert row["written"] == runner.corpus.tokenizer.decode(new, skip_special_tokens=True)
     assert row["expected"] == question.answers
 
 

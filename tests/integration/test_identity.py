@@ -31,7 +31,9 @@ from hf_longattn.integration.passes import LayerCall
 preset = LongAttnConfig.preset
 #: With a range in which nothing changes that lies between a few tokens and 24.
 RANGES = {
-    **{name: CASES[name] for name in ("rerope", "leaky_rerope", "leaky_by_layer", "self_extend", "dual_chunk", "string")},
+    **{
+        name: CASES[name] for name in ("rerope", "leaky_rerope", "leaky_by_layer", "self_extend", "dual_chunk", "string_remap")
+    },
     **{name: CASES[name] for name in ("yarn_beyond", "windowed", "streaming", "lm_infinite", "logn")},
     "dual_chunk, long steps": preset("dual_chunk", chunk=6, local=5),
     "softmax_plus": preset("softmax_plus", train_length=9),

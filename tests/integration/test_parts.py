@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
-from hf_longattn.config import PerLayerConfig
 from hf_longattn.integration.layers import View, layers_of
 from hf_longattn.integration.names import raw_section
 from hf_longattn.integration.state import plan_of, set_plan
@@ -123,7 +122,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "a layer twice": ([NEAR, preset("alibi", layers=[2, 3])], r"layers \[2\] are in more than one part"),
     "two for the rest": ([preset("alibi"), preset("logn", layers="all")], "alibi and logn would each take all layers"),
     "a part without a method": ([LongAttnConfig(layers=[0]), MAP], "each part is a config with a method"),
-    "parts in parts": ([PerLayerConfig(parts=(NEAR, MAP))], "each part is a config with a method and without parts"),
+    "parts in parts": ([LongAttnConfig(parts=(NEAR, MAP))], "each part is a config with a method and without parts"),
     "two trained lengths": (
         [preset("logn", train_length=5, layers=[0]), preset("logn", train_length=6, layers=[1])],
         "train_length is one for the model",
@@ -140,14 +139,16 @@ def test_mistakes_are_answered(mistake: str) -> None:
 
 
 def test_a_whole_says_of_itself_what_its_parts_say() -> None:
-    whole = PerLayerConfig(parts=(NEAR, MAP.replace(backend="tiled")))
+    whole = LongAttnConfig(parts=(NEAR, MAP.replace(backend="tiled")))
     assert (whole.layers, whole.backend, whole.name) == ((0, 1, 2), "auto", "rerope|scale_invariant")
     assert LongAttnConfig.parse(json.loads(json.dumps(whole.to_dict()))) == whole
     assert whole.for_layer(1).logit_map == MAP.logit_map
     assert whole.for_layer(3) == LongAttnConfig()
+    with pytest.raises(ValueError, match=r"of one layer, .* config\.for_layer\(i\)"):
+        hf_longattn.attention(*torch.zeros(3, 1, 1, 4, 8), whole)
     with pytest.raises(ValueError, match="leave it to them"):
-        PerLayerConfig(parts=(NEAR, MAP), layers=[3])
+        LongAttnConfig(parts=(NEAR, MAP), layers=[3])
     with pytest.raises(ValueError, match="positions is filled beside parts"):
-        PerLayerConfig(parts=(MAP,), positions=NEAR.positions)
+        LongAttnConfig(parts=(MAP,), positions=NEAR.positions)
     with pytest.raises(ValueError, match=r"no part of .* has a parameter 'epsilon'"):
         whole.replace(epsilon=0.1)

@@ -47,7 +47,7 @@ TURNS = {
     "Qwen3VL": (0, 1, 2, 0, 1, 2),
     "Qwen3_5": (0, 1, 2, 0),
 }
-METHODS = ["rerope", "leaky_rerope", "self_extend", "string", "streaming", "rerope+infoscale", "scale_invariant+rerope"]
+METHODS = ["rerope", "leaky_rerope", "self_extend", "string_remap", "streaming", "rerope+infoscale", "scale_invariant+rerope"]
 #: Recurrent layers compute chunks of a text otherwise than single tokens.
 TOLERANCES = {"Qwen3_5": 1e-4}
 #: What is as long as the text.
@@ -145,7 +145,7 @@ def test_pictures_beyond_the_window_are_read_as_defined(kind: str, method: str) 
     """In one call, token by token behind a cache, and in pieces of it."""
     m, inputs = several_positions(kind)
     plain, more = m(**inputs).logits, tokens(1, 12, seed=2).clamp(max=89)
-    parameters = {"shift": NEAR, "window": 4} if method == "string" else {"window": NEAR}
+    parameters = {"shift": NEAR, "window": 4} if method == "string_remap" else {"window": NEAR}
     hf_longattn.apply(m, method, **parameters, **({"group": 2} if method == "self_extend" else {}))
     want = by_definition(m, **with_more(inputs, more))
     assert (want[:, : plain.shape[1]] - plain).abs().max() > 1e-2

@@ -165,7 +165,7 @@ def test_train_length_settles_what_the_settings_leave_open(rope: dict[str, Any],
 def test_train_length_is_for_every_method_and_every_way(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(settings(512)).save_pretrained(tmp_path / "plain")
     load = AutoModelForCausalLM.from_pretrained
-    for name, read in (("rerope", lambda c: c.positions.window * 2), ("string", lambda c: c.positions.shift * 3)):
+    for name, read in (("rerope", lambda c: c.positions.window * 2), ("string_remap", lambda c: c.positions.shift * 3)):
         by_name = load(tmp_path / "plain", attn_implementation=name, longattn={"train_length": 96})
         by_apply = hf_longattn.apply(load(tmp_path / "plain"), name, train_length=96)
         assert [read(hf_longattn.get_config(m)) for m in (by_name, by_apply)] == [96, 96]
@@ -403,11 +403,11 @@ def test_extend_says_why_a_model_takes_no_method() -> None:
 def test_settings_take_the_trained_length_that_a_command_is_told(tmp_path: Path) -> None:
     """Methods, position encodings and what is known of the unmodified model; what a setting says itself stands."""
     AutoModelForCausalLM.from_config(settings(512)).save_pretrained(tmp_path)
-    plain, *others = parse_settings(["rerope,string:train_length=48,infoscale:stack=true@yarn:2"], train_length=96)
+    plain, *others = parse_settings(["rerope,string_remap:train_length=48,infoscale:stack=true@yarn:2"], train_length=96)
     assert check_setting(plain, str(tmp_path)).train_length == 96
-    rerope, string, tempered = [load_setting(s, str(tmp_path), dtype="float32") for s in others[:2]] + [others[2]]
+    rerope, string_remap, tempered = [load_setting(s, str(tmp_path), dtype="float32") for s in others[:2]] + [others[2]]
     assert hf_longattn.get_config(rerope).positions.window == 48
-    assert hf_longattn.get_config(string).positions.shift == 16
+    assert hf_longattn.get_config(string_remap).positions.shift == 16
     assert edit_rope(settings(512), tempered.rope, tempered.train_length).rope_parameters[ORIGINAL] == 96
     assert plain.to_dict() == {}
     assert rerope.config.longattn["train_length"] == 96

@@ -34,7 +34,7 @@ METHODS = {
     "self_extend": preset("self_extend", window=6),
     "dual_chunk": preset("dual_chunk", chunk=6, local=2),
     "yarn_beyond": preset("yarn_beyond", train_length=8),
-    "string": preset("string", shift=6, window=2),
+    "string_remap": preset("string_remap", shift=6, window=2),
     "cosscale": preset("cosscale", scale=4.0),
     "lm_infinite": preset("lm_infinite", window=6),
     "rerope+windowed": LongAttnConfig(
@@ -110,7 +110,7 @@ def test_each_token_is_as_in_one_pass(name: str, served: list[int]) -> None:
     got = torch.cat([said(model, ids[:, :PREFIX], cache), steps(model, ids[:, PREFIX:], cache)], 1)
     with torch.no_grad():
         close(got, model(ids).logits)
-    assert bool(served) == (name != "string")
+    assert bool(served) == (name != "string_remap")
 
 
 @pytest.mark.parametrize("name", ["rerope", "dual_chunk", "rerope+cosscale"])
@@ -419,7 +419,7 @@ def state_of(model: Any) -> Any:
 @pytest.mark.parametrize("name", METHODS)
 def test_describe_says_so(name: str) -> None:
     shown = str(hf_longattn.describe(model_of(METHODS[name])))
-    assert ("keys in a DynamicCache turned once" in shown) == (name not in ("string", "lm_infinite"))
+    assert ("keys in a DynamicCache turned once" in shown) == (name not in ("string_remap", "lm_infinite"))
 
 
 def test_it_goes_with_the_cache_and_with_no_copy() -> None:

@@ -51,7 +51,7 @@ CASES: dict[str, LongAttnConfig] = {
     "leaky_by_layer": LongAttnConfig.preset("leaky_rerope", window=7, stretch=[2.5, math.inf, 1, [1.5, "inf"]]),
     "self_extend": LongAttnConfig.preset("self_extend", window=6, group=3),
     "dual_chunk": LongAttnConfig.preset("dual_chunk", chunk=10, local=3),
-    "string": LongAttnConfig.preset("string", shift=9, window=4),
+    "string_remap": LongAttnConfig.preset("string_remap", shift=9, window=4),
     "yarn_beyond": LongAttnConfig.preset("yarn_beyond", factor=8.0, train_length=9, beta_fast=2.0, beta_slow=0.01),
     "windowed": LongAttnConfig.preset("windowed", window=7),
     "streaming": LongAttnConfig.preset("streaming", window=6, sinks=2),

@@ -115,7 +115,7 @@ def self_extend(p: dict[str, Any], i: np.ndarray, j: np.ndarray) -> np.ndarray:
     return np.where(i - j < w, i - j, i // g - j // g + w - w // g)
 
 
-def string(p: dict[str, Any], i: np.ndarray, j: np.ndarray) -> np.ndarray:
+def string_remap(p: dict[str, Any], i: np.ndarray, j: np.ndarray) -> np.ndarray:
     return np.where(i - j < p["shift"], i - j, i - j - p["shift"] + p["window"])
 
 
@@ -167,7 +167,7 @@ def moved_scores(q: np.ndarray, k: np.ndarray, move: np.ndarray, inv_freq: np.nd
 LOGIT_MAPS: dict[str, Formula] = {"scale_invariant": scale_invariant, "alibi": alibi}
 BY_LENGTH: dict[str, Formula] = {f.__name__: f for f in (infoscale, logn, log_length, softmax_plus, yarn_temperature)}
 REMAPS: dict[str, Formula] = {
-    f.__name__: f for f in (rerope, leaky_rerope, self_extend, string, dual_chunk, streaming, lm_infinite)
+    f.__name__: f for f in (rerope, leaky_rerope, self_extend, string_remap, dual_chunk, streaming, lm_infinite)
 }
 BY_ENTROPY: dict[str, Formula] = {"adaptive_temperature": adaptive_temperature}
 NORMS: dict[str, Formula] = {

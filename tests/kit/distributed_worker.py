@@ -31,7 +31,7 @@ RANKS = 2
 #: One case of each method, those with parameters per head where there is one.
 SPLIT = ("scale_invariant", "calibrated", "mapped+adaptive", "alibi", "infoscale+cosscale", "logn_learned", "log_length")
 SPLIT += ("softmax_plus", "yarn_temperature", "output_standardise", "rerope", "leaky_by_layer", "self_extend", "dual_chunk")
-SPLIT += ("windowed", "streaming", "lm_infinite", "string", "ssmax", "attention_sink", "attention_sink_learned")
+SPLIT += ("windowed", "streaming", "lm_infinite", "string_remap", "ssmax", "attention_sink", "attention_sink_learned")
 SPLIT += ("yarn_beyond", "output_layer_norm")
 #: Those that run on sequences split over processes, some with sliding layers that are left alone, or softcaps.
 ALL_SPLIT = (*SPLIT, "gemma3/alibi", "gemma2/logn_learned", "gpt_oss/logn_learned")

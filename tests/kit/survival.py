@@ -133,10 +133,10 @@ class Home:
 
     def plan(self) -> Any:
         from hf_longattn.evaluation.options import EvalOptions
-        from hf_longattn.evaluation.plan import Plan
+        from hf_longattn.evaluation.runner import Runner
 
         texts = {"text.txt": self.text.read_text(encoding="utf-8")}
-        return Plan(EvalOptions(str(self.model), texts, ["logn"], lengths="32,64", targets=16, dtype="float32"))
+        return Runner(EvalOptions(str(self.model), texts, ["logn"], lengths="32,64", targets=16, dtype="float32"))
 
 
 # files --------------------------------------------------------------------------------------------------------------------
@@ -921,8 +921,8 @@ def prepare() -> None:
     import transformers.trainer  # noqa: F401
 
     import hf_longattn.cli
-    import hf_longattn.evaluation.plan
-    import hf_longattn.evaluation.search
+    import hf_longattn.evaluation.measured_extension
+    import hf_longattn.evaluation.runner
     import hf_longattn.sharing.hub
     import hf_longattn.training.running  # noqa: F401
 

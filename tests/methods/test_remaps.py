@@ -35,7 +35,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "rerope": {"window": 7},
     "leaky_rerope": {"window": 7, "stretch": 2.5},
     "self_extend": {"window": 6, "group": 3},
-    "string": {"shift": 9, "window": 4},
+    "string_remap": {"shift": 9, "window": 4},
     "dual_chunk": {"chunk": 10, "local": 3},
     "windowed": {"window": 7},
     "streaming": {"window": 6, "sinks": 2},
@@ -46,7 +46,7 @@ CONFIGS = {name: LongAttnConfig.preset(name, **parameters) for name, parameters 
 CONFIGS["leaky_by_head"] = LongAttnConfig.preset("leaky_rerope", window=7, stretch=[2.5, "inf"])
 #: Wide enough that a text of 24 tokens lies inside.
 WIDE: dict[str, dict[str, Any]] = {name: p | {"window": 30} for name, p in METHODS.items()}
-WIDE |= {"dual_chunk": {"chunk": 40, "local": 10}, "string": {"shift": 40, "window": 4}}
+WIDE |= {"dual_chunk": {"chunk": 40, "local": 10}, "string_remap": {"shift": 40, "window": 4}}
 
 
 def rotation(interleaved: bool = False, pairs: int = 3, first: int = 0) -> Rotation:
@@ -339,7 +339,7 @@ def test_rows_within_are_what_they_were(q_len: int, blocks: int, tile_elements: 
             assert train_length > 300 or not torch.equal(got[:, :, inside:], plain[:, :, inside:])
 
 
-@pytest.mark.parametrize("name", ["rerope", "leaky_rerope", "string", "yarn_beyond"])
+@pytest.mark.parametrize("name", ["rerope", "leaky_rerope", "string_remap", "yarn_beyond"])
 def test_a_short_text_pays_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bands in which no row sees a key are left out: nothing is re-rotated."""
     monkeypatch.setattr(by_segment, "rotate", lambda *_: pytest.fail("re-rotated"))
@@ -687,8 +687,12 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
     "sinks": ("streaming", {"sinks": -1}, "sinks must be >= 0"),
     "chunk and local": ("dual_chunk", {"chunk": 10, "local": 10}, "chunk must be larger than local"),
     "chunk below the default local": ("dual_chunk", {"chunk": 20, "local": 30}, "chunk must be larger than local"),
-    "shift of the trained length": ("string", {"shift": 512}, "must be below the trained length 512"),
-    "shift below its window": ("string", {"shift": 100, "window": 128}, r"shift must be an integer > window \(128\), got 100"),
+    "shift of the trained length": ("string_remap", {"shift": 512}, "must be below the trained length 512"),
+    "shift below its window": (
+        "string_remap",
+        {"shift": 100, "window": 128},
+        r"shift must be an integer > window \(128\), got 100",
+    ),
     "two remaps": ("rerope+streaming", {}, "rerope and streaming clash"),
     "two positions": ("rerope+self_extend", {}, "clash: both fill the slot 'positions'"),
 }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..corpus import Corpus
 from ..experiment import Cell, digest, of_text
 from ..measures.answers import AnswerScore, answer_scores
 from ..readings import Readings
@@ -19,9 +20,6 @@ from ..verdict import title_of
 from .base import Task
 from .registry import HAYSTACK_TASKS, make_task
 
-if TYPE_CHECKING:
-    from ..plan import Plan
-
 
 def right(row: Row) -> str:
     """Count the right answers, in a line."""
@@ -31,10 +29,10 @@ def right(row: Row) -> str:
 class Answers(Task):
     """`samples` texts with a known answer at every length."""
 
-    def __init__(self, plan: Plan, name: str) -> None:
-        super().__init__(plan, name)
-        self.texts = make_task(name, plan.tokenizer, plan.haystack, plan.options.depths, plan.options.seed)
-        for length in plan.options.lengths:
+    def __init__(self, corpus: Corpus, name: str) -> None:
+        super().__init__(corpus, name)
+        self.texts = make_task(name, corpus.tokenizer, corpus.haystack, corpus.options.depths, corpus.options.seed)
+        for length in corpus.options.lengths:
             try:
                 self.texts.check(length)
             except ValueError as error:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..checkpoints import build, config_from
+from ..corpus import Corpus
 from ..experiment import Cell, of_text
 from ..measures.capture import capture
 from ..measures.diagnostics import Diagnostics
@@ -22,9 +23,6 @@ from ..report.page import Value
 from ..rows import Row
 from ..settings import Setting
 from .base import Task
-
-if TYPE_CHECKING:
-    from ..plan import Plan
 
 #: Quantities of the tables: name, column, decimals.
 COLUMNS = {
@@ -55,16 +53,16 @@ class Attention(Task):
     head: ClassVar[bool] = False
     within: ClassVar[bool] = False
 
-    def __init__(self, plan: Plan, name: str) -> None:
-        super().__init__(plan, name)
-        options, self.length = plan.options, plan.longest
+    def __init__(self, corpus: Corpus, name: str) -> None:
+        super().__init__(corpus, name)
+        options, self.length = corpus.options, corpus.longest
         if self.length < 2:
             raise ValueError("one token attends to itself alone: give 2 or more")
         self.look = Options(options.what, options.rows, options.delta)
-        for text in plan.encoded:
-            if (there := plan.whole(text).shape[1]) < self.length:
+        for text in corpus.encoded:
+            if (there := corpus.whole(text).shape[1]) < self.length:
                 raise ValueError(f"{text} has {there} tokens, {self.length} are needed")
-        if not plan.encoded:
+        if not corpus.encoded:
             raise ValueError("attention is looked at while a text is read: give one")
         with capture(build(config_from(options.model)), options.layers):  # no weights; refuses layers that are not there
             pass
@@ -75,7 +73,7 @@ class Attention(Task):
             yield self.cell(setting, self.length, text, partial(self.measure, text), [of_text(content), *how])
 
     def measure(self, text: str, model: Any) -> Row:
-        read = self.plan.whole(text)[:, : self.length].to(model.device)
+        read = self.corpus.whole(text)[:, : self.length].to(model.device)
         seen_layers: set[int] = set()
 
         def on_layer(layer: int) -> None:

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ...slots.registry import did_you_mean
+from ..corpus import Corpus
 from ..experiment import Cell
+from ..readings import Readings
 from ..report import Section, Table
+from ..rows import Row
 from ..statistics import mean_of
 from .registry import ALIASES, TASK_NAMES
-
-if TYPE_CHECKING:
-    from ..plan import Plan
-    from ..readings import Readings
-    from ..rows import Row
 
 GROUP = "hf_longattn.tasks"
 #: This package's tasks, by the module and the class that measure them.
@@ -38,7 +36,7 @@ class Task:
     A subclass that a package names in the entry point group "hf_longattn.tasks" is a task of every command.
 
     Args:
-        plan: what is measured: its options, texts, documents and tokenizer.
+        corpus: what is measured: texts as tokens, documents, the tokenizer, and the evaluation's options.
         name: the task's own.
 
     Raises:
@@ -52,8 +50,8 @@ class Task:
     head: ClassVar[bool] = True
     within: ClassVar[bool] = True
 
-    def __init__(self, plan: Plan, name: str) -> None:
-        self.plan, self.name, self.options = plan, name, plan.options
+    def __init__(self, corpus: Corpus, name: str) -> None:
+        self.corpus, self.name, self.options = corpus, name, corpus.options
 
     @property
     def protocol(self) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from ..corpus import Corpus, Document
 from ..measures.answers import answer_scores
 from ..measures.copies import PASSAGE, SHARES, SKIP, TAIL, far_copies, with_copies
 from ..readings import COPIES, Readings
@@ -15,11 +16,8 @@ from ..settings import Setting
 from ..statistics import mean_of
 from ..verdict import title_of
 from .answers import as_rows, right
+from .documents import OnDocuments
 from .loss import AS_ABOVE
-from .prefix import OnDocuments
-
-if TYPE_CHECKING:
-    from ..plan import Document, Plan
 
 
 class Copies(OnDocuments):
@@ -27,19 +25,19 @@ class Copies(OnDocuments):
 
     depends: ClassVar[Sequence[Any]] = SHARES
 
-    def __init__(self, plan: Plan, name: str) -> None:
-        super().__init__(plan, name)
-        far_copies(plan.options.lengths[0])
-        if plan.options.prefix is not None and plan.options.targets < TAIL:
+    def __init__(self, corpus: Corpus, name: str) -> None:
+        super().__init__(corpus, name)
+        far_copies(corpus.options.lengths[0])
+        if corpus.options.prefix is not None and corpus.options.targets < TAIL:
             raise ValueError(
-                f"copies take the last {TAIL} tokens: with a prefix give as many targets, not {plan.options.targets}"
+                f"copies take the last {TAIL} tokens: with a prefix give as many targets, not {corpus.options.targets}"
             )
 
     def measure(self, setting: Setting, document: Document, length: int, model: Any) -> Row:
         copies = far_copies(length)
-        ids, _ = with_copies(self.plan.context(document, length), copies)
+        ids, _ = with_copies(self.corpus.context(document, length), copies)
         spans = [(c.position + SKIP, c.position + PASSAGE) for c in copies]
-        scores = answer_scores(model, ids.to(model.device), spans, self.plan.prefixes.of(setting, document, length, model))
+        scores = answer_scores(model, ids.to(model.device), spans, self.corpus.prefixes.of(setting, document, length, model))
         answers = as_rows([1 - share for share in SHARES], scores)
         return {"tokens": length, "answers": answers, "distances": [c.distance for c in copies]}
 

@@ -11,24 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..checkpoints import load_tokenizer
+from ..corpus import Corpus, Document
 from ..experiment import Cell, identity
 from ..measures.losses import token_losses
 from ..readings import LONG_PPL, Interval, Readings
 from ..report import Section, Table
 from ..rows import Row
-from ..settings import Setting
+from ..settings import Setting, settings_of
 from ..statistics import mean_of
 from .base import Task
 from .loss import by_length, differences
-
-if TYPE_CHECKING:
-    from ..plan import Document, Plan
 
 #: By how many nats far context must help, and the loss below which a token counts as predicted, as published.
 GAP, CERTAIN = 2.0, 2.0
@@ -71,9 +69,10 @@ class LongPPL(Task):
 
     documents: ClassVar[bool] = True
 
-    def __init__(self, plan: Plan, name: str) -> None:
-        super().__init__(plan, name)
-        named, near, longest = {s.name: s for s in plan.settings}, self.options.near, self.options.lengths[-1]
+    def __init__(self, corpus: Corpus, name: str) -> None:
+        super().__init__(corpus, name)
+        named = {s.name: s for s in settings_of(self.options.settings)}
+        near, longest = self.options.near, self.options.lengths[-1]
         if self.options.evaluator not in named:
             raise ValueError(f"the evaluator {self.options.evaluator!r} is none of the settings: {', '.join(named)}")
         if self.options.prefix is not None:
@@ -88,7 +87,7 @@ class LongPPL(Task):
             )
         if (other := self.evaluator.model) is not None:
             text = next(iter(self.options.texts.values()))[:2000]
-            if load_tokenizer(other)(text).input_ids != plan.tokenizer(text).input_ids:
+            if load_tokenizer(other)(text).input_ids != corpus.tokenizer(text).input_ids:
                 raise ValueError(
                     f"the evaluator {self.evaluator.name!r} has another tokenizer: its tokens are not the model's"
                 )
@@ -99,7 +98,7 @@ class LongPPL(Task):
 
     def cells(self, setting: Setting) -> Iterator[Cell]:
         for length in (n for n in self.options.lengths if n > self.window):
-            for document in self.plan.documents:
+            for document in self.corpus.documents:
                 measure = partial(self.measure, document, length)
                 depends = [document.numbers, identity(self.evaluator)]
                 found = self.cell(self.evaluator, length, document.name, measure, depends)
@@ -110,7 +109,7 @@ class LongPPL(Task):
         """`key_loss` (nats, None without key tokens), `key_tokens`, how many there are, and of the evaluator `keys`, their
         positions.
         """
-        ids = self.plan.context(document, length).to(model.device)
+        ids = self.corpus.context(document, length).to(model.device)
         losses = token_losses(model, ids)
         if found is None:
             keys = key_tokens(losses, short_losses(model, ids, self.window, self.stride))

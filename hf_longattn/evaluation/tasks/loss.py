@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..corpus import Corpus, Document
 from ..measures.losses import loss_by_position, token_losses
 from ..readings import BIN, LOSS, Interval, Readings, over
 from ..report import Section, Table
@@ -15,10 +16,7 @@ from ..rows import Row
 from ..settings import UNMODIFIED, Setting
 from ..statistics import mean_of
 from ..verdict import signed
-from .prefix import OnDocuments
-
-if TYPE_CHECKING:
-    from ..plan import Document, Plan
+from .documents import OnDocuments
 
 AS_ABOVE = "As under “Loss by length”."
 
@@ -26,17 +24,17 @@ AS_ABOVE = "As under “Loss by length”."
 class Loss(OnDocuments):
     """Mean loss on a document's last tokens; in the longest window, if it is read whole, also by position, in bins."""
 
-    def __init__(self, plan: Plan, name: str) -> None:
-        super().__init__(plan, name)
-        shortest, targets = plan.options.lengths[0], plan.options.targets
+    def __init__(self, corpus: Corpus, name: str) -> None:
+        super().__init__(corpus, name)
+        shortest, targets = corpus.options.lengths[0], corpus.options.targets
         if targets >= shortest:
             way = f"lower targets (--targets {shortest // 2}) or raise lengths"
             raise ValueError(f"{targets} targets do not fit into {shortest} tokens: {way}")
 
     def measure(self, setting: Setting, document: Document, length: int, model: Any) -> Row:
-        plan, targets, ids = self.plan, self.options.targets, self.plan.context(document, length).to(model.device)
-        longest = self.options.prefix is None and length == plan.longest
-        prefix = plan.prefixes.of(setting, document, length, model)
+        corpus, targets, ids = self.corpus, self.options.targets, self.corpus.context(document, length).to(model.device)
+        longest = self.options.prefix is None and length == corpus.longest
+        prefix = corpus.prefixes.of(setting, document, length, model)
         losses = token_losses(model, ids, last=None if longest else targets, prefix=prefix)
         row: Row = {"loss": round(float(losses[:, -targets:].mean()), 5)}
         if longest:

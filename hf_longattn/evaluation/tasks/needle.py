@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .sample import Encoder, Sample
+from ..encoder import Encoder
+from .sample import Sample
 
 QUESTION = "\nThe special magic numbers are: "
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ..corpus import Corpus
 from ..experiment import Cell, of_text
 from ..measures import probe as probing
 from ..measures.copies import PASSAGE, SKIP
@@ -21,9 +22,6 @@ from ..settings import UNMODIFIED, Setting
 from ..statistics import mean_interval
 from ..verdict import signed
 from .base import Task
-
-if TYPE_CHECKING:
-    from ..plan import Plan
 
 SAYS_NOT = (
     f"A probe reads {probing.TOKENS:,} tokens whose positions jump. It does not measure dilution by the many keys that a long "
@@ -38,17 +36,17 @@ class ProbeTask(Task):
 
     within: ClassVar[bool] = False
 
-    def __init__(self, plan: Plan, name: str) -> None:
-        super().__init__(plan, name)
-        options, trained = self.options, plan.train_length
+    def __init__(self, corpus: Corpus, name: str) -> None:
+        super().__init__(corpus, name)
+        options, trained = self.options, corpus.train_length
         if options.distances is None and trained is None:
             raise ValueError("the model's config names no trained length: say which distances to probe")
         self.distances = options.distances or probing.distances_to(2 * (trained or 0))
         probing.distances_to(self.distances[0])
         check_lengths(options.model, [self.distances[-1] + PASSAGE])
-        if not plan.encoded:
+        if not corpus.encoded:
             raise ValueError("a probe takes passages from a text: give one")
-        self.ids = torch.cat([probing.passages(plan.whole(text), options.passages, options.seed) for text in plan.encoded])
+        self.ids = torch.cat([probing.passages(corpus.whole(text), options.passages, options.seed) for text in corpus.encoded])
 
     @property
     def protocol(self) -> dict[str, Any]:

@@ -7,13 +7,15 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...integration.layers import candidates_of
 from ...slots.registry import did_you_mean
+from ..corpus import Corpus
+from ..encoder import Encoder
 from ..experiment import Cell, of_text
 from ..readings import Readings
 from ..report import Section, Table
@@ -23,10 +25,7 @@ from ..statistics import mean_of, wilson
 from ..verdict import signed
 from .base import Task
 from .ruler_kinds import KINDS, RULER, Kind, Question, Source
-from .sample import Encoder, largest
-
-if TYPE_CHECKING:
-    from ..plan import Plan
+from .sample import largest
 
 #: RULER's threshold, in percent: what Llama 2 7B has at 4,096 tokens.
 THRESHOLD = 85.6
@@ -37,15 +36,15 @@ CHUNK = 1024
 class Ruler(Task):
     """`samples` questions of every kind at every length; the answers are written greedily, through a KV cache."""
 
-    def __init__(self, plan: Plan, name: str) -> None:
-        super().__init__(plan, name)
+    def __init__(self, corpus: Corpus, name: str) -> None:
+        super().__init__(corpus, name)
         self.kinds = list(self.options.kinds or RULER) if name == "ruler" else [name]
         for kind in self.kinds:
             if kind not in KINDS:
                 raise ValueError(f"unknown kind {kind!r}; {did_you_mean(kind, KINDS)}known kinds: {', '.join(KINDS)}")
-        if self.options.chat and not plan.tokenizer.chat_template:
+        if self.options.chat and not corpus.tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template: leave out chat")
-        self.encode = Encoder(plan.tokenizer)
+        self.encode = Encoder(corpus.tokenizer)
         self.source = Source("\n\n".join(self.options.texts.values()), lambda text: len(self.encode(text)))
         for kind in self.kinds:
             for length in {self.options.lengths[0], self.options.lengths[-1]}:
@@ -83,9 +82,9 @@ class Ruler(Task):
     def tokens(self, question: Question) -> list[int]:
         """Return the tokens to read; under `chat` the question is a user's turn, the answer's beginning the model's."""
         if not self.options.chat:
-            return [*self.plan.start, *self.encode(question.text + question.begins)]
+            return [*self.corpus.start, *self.encode(question.text + question.begins)]
         turn = [{"role": "user", "content": question.text}]
-        asked: str = self.plan.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        asked: str = self.corpus.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
         return self.encode(asked + question.begins.lstrip())
 
     def measure(self, kind: str, length: int, index: int, model: Any) -> Row:
@@ -98,7 +97,7 @@ class Ruler(Task):
         """The answer, until it ends, or until what comes next cannot change its score."""
 
         def text(ids: Tensor) -> str:
-            return self.plan.tokenizer.decode(ids[0, input_ids.shape[1] :], skip_special_tokens=True)
+            return self.corpus.tokenizer.decode(ids[0, input_ids.shape[1] :], skip_special_tokens=True)
 
         def done(ids: Tensor, scores: Any, **more: Any) -> Tensor:
             return torch.tensor([kind.done(text(ids), answers)], device=ids.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -44,20 +44,6 @@ class TextTask(Protocol):
         """Raise ValueError, with the length that is needed, if there is no room for the task in `length` tokens."""
 
     def sample(self, index: int, length: int) -> Sample: ...
-
-
-class Encoder:
-    """A tokenizer for texts that are put together from pieces, each encoded by itself, so that lengths add up."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        bos = tokenizer.bos_token_id
-        adds = bos is not None and list(tokenizer("a")["input_ids"])[:1] == [bos]
-        #: What a text starts with: the beginning-of-text token, if this tokenizer puts one there.
-        self.start: list[int] = [bos] if adds else []
-
-    def __call__(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def largest(build: Callable[[int], Built], tokens: Callable[[Built], int], least: int, limit: int) -> Built | None:

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from ..encoder import Encoder
 from .ruler_prompts import NOISE
-from .sample import Encoder, Sample, largest
+from .sample import Sample, largest
 
 _SYLLABLES = tuple(c + v for c in "bdfgklmnprstvz" for v in "aeiou")
 

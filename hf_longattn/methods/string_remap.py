@@ -14,7 +14,7 @@ from ..slots.method import ModelFacts, require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
-class String(Positions):
+class StringRemap(Positions):
     """Distance shown: t for t < shift, else t - shift + window.
 
     Distances near the trained length are rare in training: a text of L tokens holds L - t pairs at t. Shown closer by
@@ -28,7 +28,7 @@ class String(Positions):
     An et al., "Why Does the Effective Context Length of LLMs Fall Short?" (2024), Section 4.
     """
 
-    name: ClassVar[str] = "string"
+    name: ClassVar[str] = "string_remap"
     summary: ClassVar[str] = "distances beyond S are reduced by S - W"
     paper: ClassVar[str] = "An et al. 2024, STRING"
 
@@ -44,7 +44,7 @@ class String(Positions):
     def bind(self, facts: ModelFacts) -> Self:
         bound = super().bind(facts)
         if self.shift is None and facts.train_length is None:
-            raise ValueError("string needs shift: the model's config names no maximum length")
+            raise ValueError("string_remap needs shift: the model's config names no maximum length")
         shift = max((facts.train_length or 0) // 3, 2) if self.shift is None else self.shift
         if facts.train_length is not None and shift >= facts.train_length:
             raise ValueError(f"shift {shift} must be below the trained length {facts.train_length}")

@@ -1,21 +1,20 @@
-"""The plan of an evaluation, checked before a model is loaded; and `evaluate`, which measures it."""
+"""`evaluate`, and the runner behind it and behind the commands: options checked, tasks over a corpus, rows, a report."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from functools import cached_property
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..checks import check_folder, check_model, device_of
 from ..slots.registry import did_you_mean
-from .checkpoints import load_tokenizer, own_method, precision_of
+from .checkpoints import own_method, precision_of
+from .corpus import Corpus
 from .experiment import Cell, Experiment, fingerprint, of_text
 from .loading import OneModel, load_setting
 from .options import EvalOptions
@@ -24,9 +23,8 @@ from .report.page import DATA, FIGURES, PAGE
 from .results import Results
 from .rows import PROTOCOL, Row, RowFile, versions_line
 from .settings import Setting, settings_of
-from .tasks import Encoder, task_of
+from .tasks import task_of
 from .tasks.base import COLUMNS
-from .tasks.prefix import Prefixes
 from .tasks.registry import ALIASES
 
 ROWS = "rows.jsonl"
@@ -62,13 +60,13 @@ def evaluate(
     if unknown := sorted(options.keys() - known):
         hint = did_you_mean(unknown[0], known)
         raise TypeError(f"evaluate has no option {unknown[0]!r}; {hint}it has: {', '.join(sorted({*known, 'out'}))}")
-    plan = Plan(EvalOptions(model, texts, settings, **options))  # type: ignore[arg-type]  # it takes a list of texts, too
-    experiment = plan.open(None if out is None else Path(out))
-    with plan.put_back():
+    runner = Runner(EvalOptions(model, texts, settings, **options))  # type: ignore[arg-type]  # it takes a list of texts, too
+    experiment = runner.open(None if out is None else Path(out))
+    with runner.put_back():
         experiment.run()
-    results = plan.results(experiment)
+    results = runner.results(experiment)
     if out is not None:
-        results.write(Path(out), plan.title)
+        results.write(Path(out), runner.title)
     return results
 
 
@@ -83,21 +81,8 @@ def _with_options() -> inspect.Signature:
 evaluate.__signature__ = _with_options()  # type: ignore[attr-defined]  # for `help`, and for what a notebook completes
 
 
-@dataclass(frozen=True)
-class Document:
-    """The tokens of one window of a text, of the longest length (one fewer behind a beginning-of-text token)."""
-
-    name: str
-    ids: Tensor
-
-    @cached_property
-    def numbers(self) -> list[int]:
-        """The tokens, for digests."""
-        return self.ids.tolist()
-
-
-class Plan:
-    """Options, checked against the model's config and tokenizer: settings, texts as tokens, tasks.
+class Runner:
+    """Runs tasks over a corpus under settings: all of them checked against the model's config and tokenizer first.
 
     Raises:
         ValueError: anything that would go wrong later, named.
@@ -115,22 +100,10 @@ class Plan:
         self._check_settings(head=any(kind.head for kind in kinds.values()), within=any(k.within for k in kinds.values()))
         if options.prefix is not None:
             self._check_prefix(options.prefix, any(kind.prefixed for kind in kinds.values()))
-        if options.tokenizer is None and not isinstance(options.model, str):
-            raise ValueError("a loaded model is measured with its tokenizer: give tokenizer=")
-        self.tokenizer = options.tokenizer or load_tokenizer(options.model)
-        #: What every document begins with: the beginning-of-text token, or nothing.
-        self.start = self._starting()
-        self.encoded = {name: self._encode(text) for name, text in options.texts.items()}
-        self.documents = self._cut() if any(kind.documents for kind in kinds.values()) else []
-        self.haystack = torch.cat(list(self.encoded.values())) if self.encoded else None
-        self.prefixes = Prefixes(self)
-        self.tasks = [kind(self, name) for name, kind in kinds.items()]
+        self.corpus = Corpus(options, self.train_length, self.load, cut=any(kind.documents for kind in kinds.values()))
+        self.tasks = [kind(self.corpus, name) for name, kind in kinds.items()]
         whole = isinstance(options.model, str)
         self._loads = None if whole else OneModel(options.model)
-
-    @property
-    def longest(self) -> int:
-        return self.options.lengths[-1]
 
     @property
     def title(self) -> str:
@@ -176,52 +149,14 @@ class Plan:
         if not used:
             raise ValueError("a prefix belongs to the tasks loss and copies; the others read whole texts")
 
-    def _starting(self) -> list[int]:
-        bos = self.tokenizer.bos_token_id
-        if self.options.bos == "always" and bos is None:
-            raise ValueError("bos='always', but the tokenizer has no beginning-of-text token")
-        return {"auto": Encoder(self.tokenizer).start, "always": [bos], "never": []}[self.options.bos]
-
-    def _encode(self, text: str) -> Tensor:
-        ids: Tensor = self.tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
-        return ids
-
-    def whole(self, text: str) -> Tensor:
-        """The tokens of a text, (1, length), behind the beginning-of-text token where there is one."""
-        return torch.cat([torch.tensor(self.start, dtype=torch.int64), self.encoded[text]])[None]
-
-    def _cut(self) -> list[Document]:
-        windows, window = self.options.windows, self.longest - len(self.start)
-        if not self.encoded:
-            raise ValueError("losses need a text, and so do copies")
-        out = []
-        for name, ids in self.encoded.items():
-            if len(ids) < windows * window:
-                raise ValueError(
-                    f"{name} has {len(ids)} tokens; {windows} window{'s' * (windows > 1)} of {self.longest} need "
-                    f"{windows * window}: give a longer text, or shorter lengths"
-                )
-            for i in range(windows):
-                label = name if windows == 1 else f"{name}, window {i + 1}"
-                out.append(Document(label, ids[i * window : (i + 1) * window]))
-        return out
-
-    def context(self, document: Document, length: int) -> Tensor:
-        """The last `length` tokens of a document (with a prefix the first), (1, length), behind the beginning-of-text token
-        where there is one.
-        """
-        start = torch.tensor(self.start, dtype=torch.int64)
-        first = 0 if self.options.prefix else len(document.ids) - (length - len(start))
-        return torch.cat([start, document.ids[first : first + length - len(start)]])[None]
-
     @property
     def protocol(self) -> dict[str, Any]:
         """Return what all rows of a folder must share; settings, tasks, texts and shorter lengths may join later."""
         options = self.options
         out = {"model": fingerprint(options.model), "trained": self.train_length}
-        out |= {"dtype": options.dtype, "seed": options.seed, "bos": bool(self.start)}
-        if self.documents:
-            out["longest"] = self.longest
+        out |= {"dtype": options.dtype, "seed": options.seed, "bos": bool(self.corpus.start)}
+        if self.corpus.documents:
+            out["longest"] = self.corpus.longest
         for task in self.tasks:
             out |= task.protocol
         return out
@@ -234,7 +169,7 @@ class Plan:
         cells = [cell for setting in self.settings for task in self.tasks for cell in task.cells(setting)]
         needed = {cell.by.name for cell in cells if cell.by is not None}
         settings = {setting.name: n for n, setting in enumerate(self.settings)}
-        documents = {document.name: n for n, document in enumerate(self.documents)}
+        documents = {document.name: n for n, document in enumerate(self.corpus.documents)}
 
         def place(cell: Cell) -> tuple[Any, ...]:
             key, length = cell.key, cell.key["length"]
@@ -246,7 +181,7 @@ class Plan:
         return sorted(cells, key=place)
 
     def open(self, folder: Path | None, about: Mapping[str, Any] | None = None) -> Experiment:
-        """The plan's experiment, with the rows of a folder (None: of no folder), checked against this plan.
+        """The experiment, with the rows of a folder (None: of no folder), checked against these options.
 
         Raises:
             ValueError: the folder holds rows of another protocol, setting, text or model, or something that is no report.

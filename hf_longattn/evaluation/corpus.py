@@ -1,0 +1,148 @@
+"""Texts as tokens, for all tasks of an evaluation; and what has read their beginnings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import LongAttnConfig
+from ..integration import apply
+from ..integration.model import no_untrained_warning, running
+from ..slots.base import LengthTemperature
+from ..slots.method import SLOTS
+from .checkpoints import load_tokenizer
+from .encoder import Encoder
+from .measures.losses import Prefix, prefix_of, shortened
+from .options import EvalOptions
+from .settings import Setting
+
+
+@dataclass(frozen=True)
+class Document:
+    """The tokens of one window of a text, of the longest length (one fewer behind a beginning-of-text token)."""
+
+    name: str
+    ids: Tensor
+
+    @cached_property
+    def numbers(self) -> list[int]:
+        """The tokens, for digests."""
+        return self.ids.tolist()
+
+
+class Corpus:
+    """The texts of an evaluation as tokens of its model.
+
+    Args:
+        options: with the texts and the lengths.
+        train_length: the length that the model was trained at, in tokens; None: its config names none.
+        load: from a setting to its model.
+        cut: whether windows of the longest length are cut from the texts.
+
+    Raises:
+        ValueError: there is no tokenizer, no text to cut, or a text is too short.
+    """
+
+    def __init__(
+        self, options: EvalOptions, train_length: int | None, load: Callable[[Setting], Any], cut: bool = False
+    ) -> None:
+        self.options, self.train_length, self.load = options, train_length, load
+        if options.tokenizer is None and not isinstance(options.model, str):
+            raise ValueError("a loaded model is measured with its tokenizer: give tokenizer=")
+        self.tokenizer = options.tokenizer or load_tokenizer(options.model)
+        #: What every document begins with: the beginning-of-text token, or nothing.
+        self.start = self._starting()
+        self.encoded = {name: self._encode(text) for name, text in options.texts.items()}
+        self.documents = self._cut() if cut else []
+        self.haystack = torch.cat(list(self.encoded.values())) if self.encoded else None
+        self.prefixes = Prefixes(self)
+
+    @property
+    def longest(self) -> int:
+        return self.options.lengths[-1]
+
+    def _starting(self) -> list[int]:
+        bos = self.tokenizer.bos_token_id
+        if self.options.bos == "always" and bos is None:
+            raise ValueError("bos='always', but the tokenizer has no beginning-of-text token")
+        return {"auto": Encoder(self.tokenizer).start, "always": [bos], "never": []}[self.options.bos]
+
+    def _encode(self, text: str) -> Tensor:
+        ids: Tensor = self.tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
+        return ids
+
+    def whole(self, text: str) -> Tensor:
+        """The tokens of a text, (1, length), behind the beginning-of-text token where there is one."""
+        return torch.cat([torch.tensor(self.start, dtype=torch.int64), self.encoded[text]])[None]
+
+    def _cut(self) -> list[Document]:
+        windows, window = self.options.windows, self.longest - len(self.start)
+        if not self.encoded:
+            raise ValueError("losses need a text, and so do copies")
+        out = []
+        for name, ids in self.encoded.items():
+            if len(ids) < windows * window:
+                raise ValueError(
+                    f"{name} has {len(ids)} tokens; {windows} window{'s' * (windows > 1)} of {self.longest} need "
+                    f"{windows * window}: give a longer text, or shorter lengths"
+                )
+            for i in range(windows):
+                label = name if windows == 1 else f"{name}, window {i + 1}"
+                out.append(Document(label, ids[i * window : (i + 1) * window]))
+        return out
+
+    def context(self, document: Document, length: int) -> Tensor:
+        """The last `length` tokens of a document (with a prefix the first), (1, length), behind the beginning-of-text token
+        where there is one.
+        """
+        start = torch.tensor(self.start, dtype=torch.int64)
+        first = 0 if self.options.prefix else len(document.ids) - (length - len(start))
+        return torch.cat([start, document.ids[first : first + length - len(start)]])[None]
+
+
+class Prefixes:
+    """The KV caches of one document's text before its targets, by what has read it."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        self.corpus, self.document = corpus, ""
+        self.kept: dict[Any, Prefix] = {}
+
+    def of(self, setting: Setting, document: Document, length: int, model: Any) -> Prefix | None:
+        """None where tasks read whole texts."""
+        corpus, prefix = self.corpus, self.corpus.options.prefix
+        if prefix is None:
+            return None
+        if self.document != document.name:
+            self.document, self.kept = document.name, {}
+        method = reading(running(model) or LongAttnConfig(), prefix)
+        layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+        end = self._end(length)
+        last = self._end(corpus.longest) if layers <= {"full_attention"} else end  # others cannot give tokens back
+        reader = (setting.rope, setting.adapter, setting.model, repr(method.to_dict()), last)
+        if reader not in self.kept:
+            own = corpus.load(setting)
+            with no_untrained_warning():
+                apply(own, method, stack=setting.rope is not None)
+            before = corpus.context(document, corpus.longest)[:, :last]
+            self.kept[reader] = prefix_of(own, before.to(own.device))
+            if own is model:  # one that was loaded before: under its setting again
+                corpus.load(setting)
+        return shortened(self.kept[reader], end)
+
+    def _end(self, length: int) -> int:
+        return length - self.corpus.options.targets - 1  # the token before the targets predicts the first of them
+
+
+def reading(own: LongAttnConfig, prefix: str) -> LongAttnConfig:
+    """Return the method that reads the text before the targets, without the slots that do nothing in the prefix's window."""
+    method = Setting.parse(prefix).config
+    assert method is not None
+    own = own.replace(positions=None, visibility=None)
+    if isinstance(own.temperature, LengthTemperature):
+        own = own.replace(temperature=None)
+    return own.replace(**{slot: value for slot in SLOTS if (value := getattr(method, slot)) is not None})

@@ -1,0 +1,37 @@
+"""What tasks share that score the ends of documents."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+from ..corpus import Document
+from ..experiment import Cell
+from ..rows import Row
+from ..settings import Setting
+from .base import Task
+
+
+class OnDocuments(Task):
+    """A task that scores the last `targets` tokens of every document, behind a prefix if there is one."""
+
+    documents: ClassVar[bool] = True
+    prefixed: ClassVar[bool] = True
+    #: What its numbers depend on beside the document.
+    depends: ClassVar[Sequence[Any]] = ()
+
+    @property
+    def protocol(self) -> dict[str, Any]:
+        return {"targets": self.options.targets, "prefix": self.options.prefix}
+
+    def cells(self, setting: Setting) -> Iterator[Cell]:
+        behind = [] if self.options.prefix is None else [self.options.prefix]
+        for length, document in itertools.product(self.options.lengths, self.corpus.documents):
+            measure = partial(self.measure, setting, document, length)
+            yield self.cell(setting, length, document.name, measure, [document.numbers, *behind, *self.depends])
+
+    def measure(self, setting: Setting, document: Document, length: int, model: Any) -> Row:
+        """Measure the row of a document at a length."""
+        raise NotImplementedError
