@@ -164,7 +164,13 @@ def model_card(
         columns[metric] = by_length
         if metric in facts.base_numbers:
             columns[f"{metric} before training"] = facts.base_numbers[metric]
-    known: dict[str, Any] = {"name": name, "title": title, "adapter": adapter, "base": base_model, "config": config}
+    known: dict[str, Any] = {
+        "name": name,
+        "title": title,
+        "adapter": adapter,
+        "base": base_model and link(base_model),
+        "config": config,
+    }
     known |= {"facts": facts, "address": address, "install": install, "remote_code": remote_code}
     return ModelCard.from_template(
         data,
@@ -210,6 +216,11 @@ def _length(directory: Path, config: LongAttnConfig, whole: bool, trained: int |
         said = f"measured up to {measured:,}" if measured > known else "see Evaluation" if facts.reach else "not measured"
         return [f"length: set to {config.extended_to:,} tokens ({said}); the base was trained at {known:,}"]
     return [f"length: as trained, {trained:,} tokens"] if trained else []
+
+
+def link(repository: str) -> str:
+    """A repository's name as a link to it."""
+    return f"[{repository}](https://huggingface.co/{repository})"
 
 
 def linked(paper: str) -> str:
