@@ -150,10 +150,12 @@ def measure(
     with refusing("--out"):
         experiment = plan.open(out, {"command": command_line(context)})
     interrupted = not page_only and run(experiment, out, plan.format_row)
-    results = plan.results(experiment)
+    results = plan.results(experiment, everything=page_only)
     if out is not None:
         results.write(out, title or plan.title)
     show(results)
+    if left_out := results.left_out():
+        say(left_out)
     if out is not None:
         say(f"The report: {out / 'index.html'}")
     if interrupted:

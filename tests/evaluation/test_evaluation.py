@@ -512,6 +512,29 @@ def test_interrupted_runs_keep_their_rows_and_go_on(folder: Path, tmp_path: Path
     assert [store.name_of(json.loads(line)) for line in text.splitlines()] == [cell.name for cell in store.cells]
 
 
+def test_a_folder_that_is_used_again_keeps_its_rows_and_is_judged_by_what_is_asked_for_now(
+    folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    words = ["eval", str(folder / "model"), "--text", str(folder / "a.txt"), "--out", str(out)]
+    words += ["--lengths", "128,1k", "--targets", "32"]
+    told = "Rows of scale_invariant:tau=3 are kept in the folder and not judged here: name them too, to compare with them."
+    for given, shown, others in (
+        (["--method", "scale_invariant:tau=3"], ["scale_invariant:tau=3"], False),
+        (["--method", "infoscale"], ["infoscale"], True),
+        (["--method", "infoscale", "--page-only"], ["infoscale", "scale_invariant:tau=3"], False),
+        (["--method", "infoscale,scale_invariant:tau=3"], ["infoscale", "scale_invariant:tau=3"], False),
+    ):
+        result = CliRunner().invoke(app, [*words, *given])
+        assert result.exit_code == 0, result.output
+        page = json.loads((out / "report.json").read_text())
+        verdict = page["sections"][0]["tables"][0]["rows"]
+        assert sorted(row[0] for row in verdict) == sorted(["unmodified", *shown])
+        assert (told in result.output) is (told in page["summary"]) is others
+        assert page["facts"]["Rows"].startswith(f"{2 + 2 * len(shown)} measured")
+    assert (out / "rows.jsonl").read_text().count("\n") == 6
+
+
 def test_checkpoints_that_differ_in_one_weight_have_fingerprints_of_their_own(tmp_path: Path) -> None:
     weights = bytearray(1 << 20)
     (tmp_path / "model.safetensors").write_bytes(weights)
