@@ -685,6 +685,34 @@ def test_command_writes_the_page_of_an_interrupted_run(folder: Path, tmp_path: P
     assert "unmodified" in result.output
 
 
+def test_an_interruption_before_the_first_row_writes_no_page(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stops(*arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    out, real = tmp_path / "out", Loss.measure
+    words = ["eval", str(folder / "model"), "--text", str(folder / "a.txt"), "--out", str(out), "--lengths", "128"]
+    words += ["--targets", "32"]
+    monkeypatch.setattr(Loss, "measure", stops)
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 130, result.output
+    assert "Interrupted; nothing was measured yet." in result.output
+    assert "The report" not in result.output
+    assert not (out / "index.html").exists()
+    result = CliRunner().invoke(app, [*words, "--page-only"])
+    assert result.exit_code == 2
+    assert f"no rows are in {out} yet" in result.output
+    monkeypatch.setattr(Loss, "measure", real)
+    assert CliRunner().invoke(app, words).exit_code == 0
+    page = (out / "index.html").read_text()
+    monkeypatch.setattr(Loss, "measure", stops)
+    result = CliRunner().invoke(app, [*words[:-4], "--lengths", "64,128", "--targets", "32", "--method", "infoscale"])
+    assert result.exit_code == 130, result.output
+    assert "Interrupted; 1 rows are kept, and the same command continues." in result.output
+    assert page != (out / "index.html").read_text()
+
+
 # Python --------------------------------------------------------------------------------------------------------------
 
 
