@@ -16,6 +16,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from transformers import AutoConfig
 
+from ..checks import UNFINISHED
 from ..config import LongAttnConfig
 from ..integration.classes import loaders, task
 from ..integration.internals import adapter_classes
@@ -34,10 +35,7 @@ def contents(directory: Path) -> tuple[dict[str, Any], LongAttnConfig]:
     """
     if not (saved := saved_in(path := directory / ADAPTER) or saved_in(path := directory / "config.json")):
         if any(directory.glob("checkpoint-*")):
-            raise ValueError(
-                f"the training in {directory} is unfinished: it holds checkpoints, and neither config.json nor {ADAPTER}. "
-                "Finish it by the same command with --resume"
-            )
+            raise ValueError(UNFINISHED.format(folder=directory))
         raise ValueError(f"{directory} holds neither config.json nor {ADAPTER}: save a model or an adapter there first")
     if (config := method_in(saved)) is None:
         raise ValueError(
