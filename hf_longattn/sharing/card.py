@@ -238,6 +238,8 @@ def source() -> tuple[str, str | None]:
         return f'pip install "hf_longattn @ git+{noted["url"]}@{commit}"', noted["url"].removesuffix(".git")
     if noted and stated:
         return f'pip install "hf_longattn @ git+{stated}"', stated
+    if noted:  # a folder of its maker, of no use to others
+        return f"pip install .  # in a checkout of hf_longattn {package.version}", stated
     return f"pip install hf_longattn=={package.version}", stated
 
 

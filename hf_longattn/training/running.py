@@ -496,7 +496,7 @@ def _reading(run: Prepared) -> str:
         return f"; {run.unprobed}" if run.unprobed else ""
     models = "the trained model and its base" if run.recipe.evaluation.compare else "the trained model"
     less = f"shortened to follow the training's time; evaluation.far={FAR} measures all, " if run.shortened else ""
-    return f"; copies from up to {run.back[-1]:,} tokens back, of {models} ({less}evaluation.far=0 nothing)"
+    return f"; copies from up to {run.back[-1]:,} tokens back, of {models} ({less}evaluation.far=0 none)"
 
 
 def _time(run: Prepared) -> str:

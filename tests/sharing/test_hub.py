@@ -179,12 +179,15 @@ def test_an_adapter_is_merged_and_saved(base: Path, tmp_path: Path, case: str) -
         hf_longattn.merge(tmp_path, tmp_path / "again")
 
 
+CHECKOUT = f"pip install .  # in a checkout of hf_longattn {hf_longattn.__version__}"
+
+
 @pytest.mark.parametrize(
     ("noted", "line", "link"),
     [
         ({"vcs_info": {"commit_id": "abc"}}, 'pip install "hf_longattn @ git+https://host/x.git@abc"', "https://host/x"),
-        ({"vcs_info": {"commit_id": "abc"}, "url": "file:///home/x"}, "pip install hf_longattn==", None),
-        ({"dir_info": {}, "url": "file:///home/x"}, "pip install hf_longattn==", None),
+        ({"vcs_info": {"commit_id": "abc"}, "url": "file:///home/x"}, CHECKOUT, None),
+        ({"dir_info": {}, "url": "file:///home/x"}, CHECKOUT, None),
         (None, f"pip install hf_longattn=={hf_longattn.__version__}", None),
     ],
     ids=["repository", "local repository", "folder", "index"],

@@ -286,7 +286,7 @@ def test_measuring_at_the_end_takes_no_more_than_a_third_of_the_training(tiny: P
     assert (short.text, short.back, short.shortened) == (None, (long.back[0], long.back[-1]), True)
     told = plan(short)
     assert f"copies from up to {long.back[-1]:,} tokens back" in told
-    assert "(shortened to follow the training's time; evaluation.far=16384 measures all, evaluation.far=0 nothing)" in told
+    assert "(shortened to follow the training's time; evaluation.far=16384 measures all, evaluation.far=0 none)" in told
     asked = prepared(6, evaluation__far=16384)
     assert (asked.text, asked.back, asked.shortened) == (long.text, long.back, False)
     assert torch.equal(short.data.held_out, long.data.held_out)
