@@ -389,6 +389,9 @@ def test_time_is_estimated_by_what_is_computed(tiny: Path, tmp_path: Path, monke
     assert training == 2 * (2 * weights * 32) + 3.5 * (2 * 2 * 16 * 32**2)
     assert seconds(prepared.recipe, 3)[0] == 3 * training
     assert seconds(dataclasses.replace(prepared.recipe, lora=None))[0] > training
+    run = dataclasses.replace(prepared.recipe, lora=None)
+    held_out = estimate.duration(run, prepared.args, 10_000, text, 1, [], [32, 32])[0] - seconds(run)[0]
+    assert held_out == pytest.approx(measuring)
     assert [estimate.shown(s) for s in (0.2, 50, 400, 9000)] == ["1 s", "50 s", "7 min", "2.5 h"]
 
 
