@@ -25,6 +25,11 @@ class Refused(ValueError):
     """An input that cannot be used. Commands say so in one message, whenever it is found, with exit status 2."""
 
 
+#: What is wrong with the folder of a training that was interrupted, and the way out.
+UNFINISHED = (
+    "the training in {folder} is unfinished: it holds checkpoints, and neither config.json nor adapter_config.json. Finish it "
+    "by the same command with --resume"
+)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -90,13 +95,15 @@ def check_model(model: str | Path, adapter: bool = False) -> None:
     names = ("config.json", "adapter_config.json")
     configs = [folder / name for name in names if (folder / name).is_file()]
     if not configs:
+        if any(folder.glob("checkpoint-*")):
+            raise ValueError(UNFINISHED.format(folder=folder) + ", or give one of the checkpoints")
         raise ValueError(f"{folder} holds no model: there is no {' and no '.join(names)} in it")
     read = [read_json(file) for file in configs]
     if not adapter and not (folder / names[0]).is_file():
         base = read[0].get("base_model_name_or_path")
         raise ValueError(
-            f"{folder} holds an adapter, not a model: give the model that it was made from ({base}); eval and probe take the "
-            f"adapter beside it, by --adapter {folder}"
+            f"{folder} holds an adapter, not a model: give the model that it was made from ({base}); eval, probe and "
+            f"inspect take the adapter beside it, by --adapter {folder}"
         )
     from safetensors import SafetensorError, safe_open
 

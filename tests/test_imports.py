@@ -145,6 +145,16 @@ def test_help_costs_no_torch_and_less_than_a_second(arguments):
     assert not modules_after(code) & {"torch", "transformers", "numpy"}
 
 
+def test_doctor_looks_at_an_environment_without_importing_transformers():
+    """1.5 seconds of a CPU, where all of transformers takes four more."""
+    code = (
+        "import sys; sys.argv = ['hf-longattn', 'doctor']\n"
+        "from hf_longattn.cli import app\n"
+        "try:\n    app()\nexcept SystemExit as done:\n    assert not done.code"
+    )
+    assert not modules_after(code) & {"torch._dynamo", "transformers", "peft"}
+
+
 MISTAKES = {
     "a model that is none": ["eval", "no/such/model", "--text", "{text}", "--out", "{out}"],
     "a folder without one": ["extend", "{folder}", "--to", "32k", "--text", "{text}"],

@@ -148,10 +148,17 @@ def measure(
     with refusing("--out"):
         experiment = runner.open(out, {"command": command_line(context)})
     interrupted = not page_only and run(experiment, out, runner.format_row)
-    results = runner.results(experiment)
+    results = runner.results(experiment, everything=page_only)
+    if interrupted and not results.rows:
+        stop(experiment, out)  # without a page of nothing
+    with refusing("--page-only"):
+        if page_only and not results.rows:
+            raise ValueError(f"no rows are in {out} yet: measure some first, without it")
     if out is not None:
         results.write(out, title or runner.title)
     show(results)
+    if left_out := results.left_out():
+        say(left_out)
     if out is not None:
         say(f"The report: {out / 'index.html'}")
     if interrupted:
@@ -237,8 +244,11 @@ def run(experiment: Experiment, out: Path | None, tell: Callable[[Row, bool], st
 
 def stop(experiment: Experiment, out: Path | None) -> NoReturn:
     """End after an interruption, and say what is kept."""
-    n = len(experiment.rows)
-    kept = "nothing is kept without --out" if out is None else f"{n} rows are kept, and the same command continues"
+    kept = "nothing is kept without --out"
+    if out is not None:
+        kept = f"{len(experiment.rows)} rows are kept, and the same command continues"
+    if not experiment.rows:
+        kept = "nothing was measured yet"
     say(f"Interrupted; {kept}.")
     raise typer.Exit(130)
 

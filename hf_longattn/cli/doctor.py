@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .common import Device, Dtype, check, device_here, refusing, say
+
+if TYPE_CHECKING:
+    from ..evaluation.environment import Finding
 
 
 def doctor(
@@ -28,15 +32,11 @@ def doctor(
     check(model, dtype, adapter=True)
     device = device_here(device)
 
-    from transformers.utils import logging
+    from ..evaluation.environment import LIMIT, PROBLEM, environment
 
-    from ..evaluation.doctor import LIMIT, PROBLEM, examine
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()  # what it has to say is looked for here
     problems = limits = 0
     with refusing("MODEL"):
-        for result in examine(model, dtype, device, weights):
+        for result in environment() if model is None else _examined(model, dtype, device, weights):
             problems += result.level == PROBLEM
             limits += result.level == LIMIT
             say(f"{result.level:<8}{result.topic:<10} {result.text}")
@@ -49,3 +49,14 @@ def doctor(
     say(said)
     if problems:
         raise typer.Exit(1)
+
+
+def _examined(model: str, dtype: str, device: str, weights: bool) -> Iterator[Finding]:
+    """Findings about a model, which take transformers; what that has to say while it loads is among them."""
+    from transformers.utils import logging
+
+    from ..evaluation.doctor import examine
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    yield from examine(model, dtype, device, weights)

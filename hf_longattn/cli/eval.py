@@ -24,7 +24,7 @@ def evaluate(
     out: Annotated[Path, typer.Option(help="A folder for the report; an interrupted run continues where it stopped.")],
     *,
     page_only: Annotated[
-        bool, typer.Option("--page-only", help="Measure nothing; write the page from the rows so far.")
+        bool, typer.Option("--page-only", help="Measure nothing; write the page from all rows in the folder.")
     ] = False,
     title: Annotated[str | None, typer.Option(help="The page's title.")] = None,
     **given: Any,
@@ -32,8 +32,9 @@ def evaluate(
     """Measure MODEL unmodified and under methods, and write a page that shows what each costs and gains.
 
     It measures loss by length (the same tokens, with more and more context) and by position, and tasks. Mistakes in the
-    command are refused before weights are read. After an interruption the same command continues, and more settings, tasks
-    and texts can be added to a folder later. Several processes or GPUs:
+    command are refused before weights are read. After an interruption the same command continues. More settings, tasks and
+    texts can be measured into the same folder later: every row is kept, and the page is of the settings that are named now.
+    Several processes or GPUs:
     torchrun --nproc-per-node 8 -m hf_longattn.cli eval ...
     """
     measure(context, model, text, out, given, title, page_only)

@@ -5,27 +5,36 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .common import refusing, say
 
+if TYPE_CHECKING:
+    from ..slots.method import Method
+
 
 def methods(
-    name: Annotated[str | None, typer.Argument(help="One method, to list its parameters; without it, all methods.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="One method, or several that are combined, with parameters or without: rerope:window=4096, rerope+infoscale. "
+            "Without it, all methods."
+        ),
+    ] = None,
 ) -> None:
-    """List every method: its name, its slot, whether it needs training, and what it does; of one, NAME, its parameters.
+    """List every method: its name, its slot, whether it needs training, and what it does; of NAME the parameters too.
 
-    A method that needs training harms a pretrained model, with its default parameters, until the model is trained with it or
-    it is calibrated. Methods of different slots combine: rerope+infoscale.
+    A method that needs training harms a pretrained model, with these parameters, until the model is trained with it or it is
+    calibrated. The list says that of default parameters. Methods of different slots combine: rerope+infoscale.
     """
     from ..slots.method import SLOTS
     from ..slots.registry import list_methods, method, summary_of
 
     if name is not None:
         with refusing("NAME"):
-            return _one(name)
+            return _some(name)
     known = {name: method(name) for name in list_methods()}
     rows = [("name", "slot", "training", "what it does")]
     for name in sorted(known, key=lambda n: (SLOTS.index(known[n].slot), n)):
@@ -41,17 +50,34 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> None:
         say(line.rstrip())
 
 
-def _one(name: str) -> None:
-    """Describe a method: its parameters with their defaults, and its paper."""
-    from ..slots.method import thaw
-    from ..slots.registry import fixed_by, method, method_class, parameters_of, summary_of
+def _some(text: str) -> None:
+    """Describe the methods of a text, and say whether a pretrained model takes them together without training."""
+    from ..config import CUSTOM, LongAttnConfig, read_name
+    from ..slots.registry import method_class
 
-    made, kind = method(name), method_class(name)
-    trained = ", needs training" * made.needs_training
-    say(f"{name} ({made.slot}{trained}): {summary_of(name)}")
+    config, names = LongAttnConfig.preset(text), read_name(text)[0].split("+")
+    if names == [CUSTOM]:
+        raise ValueError(f"{CUSTOM!r} stands for the method that a checkpoint records: give one by its name")
+    made = {m.slot: m for m in config.methods}
+    for name in sorted(names, key=lambda name: [*made].index(method_class(name).slot)):
+        _one(name, made[method_class(name).slot])
+    untrained = " and ".join(m.name for m in config.methods if m.needs_training)
+    harm = f"needed for {untrained}: a model that was not trained with these parameters has higher losses"
+    say(f"Training: {harm if untrained else 'not needed'}.")
+
+
+def _one(name: str, made: Method) -> None:
+    """Describe a method: its parameters with their values, and its paper."""
+    from ..slots.method import thaw
+    from ..slots.registry import fixed_by, method, parameters_of, summary_of
+
+    kind, default = type(made), method(name)
+    say(f"{name} ({made.slot}): {summary_of(name)}")
     said = _said(kind)
-    rows = [("parameter", "default", "")]
-    rows += [(p, str(thaw(getattr(made, p))), said.get(p, "")) for p in vars(made) if p in parameters_of(name)]
+    rows = [("parameter", "value", "")]
+    for p in (p for p in vars(made) if p in parameters_of(name)):
+        value, usual = (thaw(getattr(x, p)) for x in (made, default))
+        rows.append((p, f"{value}" if value == usual else f"{value} (default {usual})", said.get(p, "")))
     _columns(rows if rows[1:] else [("It has no parameters.",)])
     fixed = [f"{key} = {value}" for key, value in fixed_by(name).items()]
     for line in [f"It is {kind.name} with {', '.join(fixed)}." * bool(fixed), f"Paper: {kind.paper}"]:

@@ -1,25 +1,16 @@
-"""Findings about a checkpoint on this machine: versions, kernels, engines, trained length, method, weights."""
+"""Findings about a checkpoint on this machine: trained length, method, weights, and those of `environment`."""
 
 from __future__ import annotations
 
-import os
-import platform
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, requires, version
-from importlib.util import find_spec
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-from packaging.requirements import Requirement
 from transformers import PreTrainedConfig
 from transformers.utils import cached_file
 
-from .. import __version__
 from ..checks import Refused
 from ..config import LongAttnConfig
-from ..core.kernels.precision import auto_dtype
 from ..extension import beyond_shown
 from ..integration import trained_length as known_length
 from ..integration.internals import get_implementation
@@ -28,41 +19,20 @@ from ..integration.model import no_untrained_warning
 from ..integration.names import is_longattn_name
 from ..integration.saved_method import ADAPTER, method_in
 from .checkpoints import config_from, load_weights, precision_of
+from .environment import LIMIT, NOTE, PROBLEM, Finding, engines, installed_versions, kernels
 from .outlook import outlook, taken, trained_line
 
-#: Engines that build a model by its architecture's name, from code of their own, and read nothing of a method.
-ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llama_cpp": "llama.cpp", "ctranslate2": "CTranslate2", "mlx_lm": "MLX"}
 
-NOTE, LIMIT, PROBLEM = "note", "limit", "problem"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at.
-
-    A problem: results would be wrong, or not those of the method, without a word; or no method can be put in. A limit: the
-    model refuses a part of what this package does.
-    """
-
-    topic: str
-    text: str
-    level: str = "ok"
-
-
-def examine(model: str | None, dtype: str = "auto", device: str = "cpu", weights: bool = True) -> Iterator[Finding]:
+def examine(model: str, dtype: str = "auto", device: str = "cpu", weights: bool = True) -> Iterator[Finding]:
     """Look at a checkpoint or adapter (a folder or a name on the Hub) and at this environment, a finding at a time.
 
     Args:
-        model: None looks at the environment alone.
         weights: False looks at configs alone: nothing is loaded.
 
     Raises:
         OSError: there is no such model.
     """
     yield from installed_versions()
-    if model is None:
-        yield from kernels(None)
-        return
     adapter = PreTrainedConfig.get_config_dict(model, _configuration_file=ADAPTER)[0] if _adapter(model) else {}
     base = adapter.get("base_model_name_or_path") or model
     saved = PreTrainedConfig.get_config_dict(base)[0]
@@ -99,56 +69,6 @@ def examine(model: str | None, dtype: str = "auto", device: str = "cpu", weights
             return
     yield from (Finding("loading", str(w.message), NOTE) for w in caught if w.category is UserWarning)
     yield from what_runs(method, pretrained(loaded).config)
-
-
-def installed_versions() -> Iterator[Finding]:
-    """List installed versions beside those that this package asks for, as a bug report needs them."""
-    stated = [f"hf_longattn {__version__}", f"python {platform.python_version()}", platform.platform()]
-    for line in requires("hf_longattn") or ():
-        target = Requirement(line)
-        try:
-            installed = version(target.name)
-        except PackageNotFoundError:
-            continue
-        if target.specifier and not target.specifier.contains(installed, prereleases=True):
-            text = f"{target.name} {installed} is installed, and {target.name}{target.specifier} is what is tested"
-            yield Finding("versions", text, PROBLEM)
-        elif target.marker is None:
-            stated.append(f"{target.name} {installed}")
-    yield Finding("versions", ", ".join(stated))
-
-
-def kernels(method: LongAttnConfig | None) -> Iterator[Finding]:
-    """Backends that are not here; one that the checkpoint insists on, and cannot have, is a problem."""
-    missing = {"triton": None if find_spec("triton") else "triton is not installed"}
-    insists = "auto" if method is None else method.backend
-    if missing.get(insists):
-        yield Finding("kernels", f"the checkpoint insists on backend {insists!r}: {missing[insists]}", PROBLEM)
-    absent = [reason for reason in missing.values() if reason]
-    where = f"no GPU is here; this CPU multiplies {auto_dtype()} fast"
-    if torch.cuda.is_available():
-        where = f"{torch.cuda.get_device_name()} is here, under CUDA {torch.version.cuda}"
-    yield Finding("kernels", "; ".join([where, *absent]))
-
-
-def engines(method: LongAttnConfig | None, architectures: Sequence[str] = ()) -> Iterator[Finding]:
-    """Engines that are installed here and would run a checkpoint with a method without it; strict ones they refuse."""
-    if method is None:
-        return
-    if any(name.startswith("LongAttn") for name in architectures):
-        yield Finding("engines", "the checkpoint is strict: engines with code of their own refuse it")
-    elif result := [name for module, name in ENGINES.items() if find_spec(module) and not (module == "vllm" and _plugged())]:
-        text = f"{' and '.join(result)} would silently run this checkpoint without its method"
-        yield Finding("engines", f"{text}: save it with strict=True, and generate with transformers", PROBLEM)
-    else:
-        yield Finding("engines", "no installed engine would drop the method")
-
-
-def _plugged() -> bool:
-    """Tell whether vLLM finds this package's plugin, which runs a method or refuses it by name."""
-    chosen = os.environ.get("VLLM_PLUGINS")
-    plugins = [e.name for e in entry_points(group="vllm.general_plugins") if e.value.startswith("hf_longattn")]
-    return any(chosen is None or name in chosen.split(",") for name in plugins)
 
 
 def what_runs(method: LongAttnConfig | None, config: Any) -> Iterator[Finding]:

@@ -33,6 +33,7 @@ class Readings:
         keep: the share of its score near that a task may not fall below, for effective lengths.
         facts: what stands at the end of the page.
         own: the method that the model runs by itself.
+        others: settings of earlier commands, whose rows are in the same file and not among these.
     """
 
     rows: Sequence[Row]
@@ -42,6 +43,7 @@ class Readings:
     keep: float = 0.85
     facts: Mapping[str, str] = field(default_factory=dict)
     own: str | None = None
+    others: Sequence[str] = ()
 
     @functools.cached_property
     def lengths(self) -> list[int]:

@@ -61,13 +61,19 @@ class Results(Readings):
         return write_report(folder, title, self.headline(), self.sections(), self.facts)
 
     def headline(self) -> str:
-        """The sentence for a reader in a hurry."""
-        if self.own is None:
-            return headline(self)
-        return (
-            f"The checkpoint itself runs {self.own}: “unmodified” is the model as it was saved, and other settings keep "
-            f"{self.own} in the slots that they leave free.\n\n{headline(self)}"
-        )
+        """The sentence for a reader in a hurry, and what it leaves out."""
+        said = [headline(self), self.left_out()]
+        if self.own is not None:
+            as_saved = f"The checkpoint itself runs {self.own}: “unmodified” is the model as it was saved, and other settings "
+            said.insert(0, f"{as_saved}keep {self.own} in the slots that they leave free.")
+        return "\n\n".join(text for text in said if text)
+
+    def left_out(self) -> str:
+        """Name the settings of earlier commands whose rows the folder keeps; empty where there are none."""
+        if not self.others:
+            return ""
+        names = ", ".join(self.others)
+        return f"Rows of {names} are kept in the folder and not judged here: name them too, to compare with them."
 
     def __str__(self) -> str:
         return "\n\n".join(t.markdown() for t in self.tables())

@@ -195,16 +195,19 @@ class Runner:
         """A row that was measured now, in a line."""
         return f"{task_of(row['task']).format_row(row)} ({row['seconds']:.0f} s)" if new else ""
 
-    def results(self, experiment: Experiment) -> Results:
-        """Return the results measured so far."""
-        rows = list(experiment.rows.values())
-        names = list(dict.fromkeys([*(s.name for s in self.settings), *(r["setting"] for r in rows)]))
-        own, keep = own_method(self.options.model), self.options.keep
-        return Results(rows, names, self.train_length, experiment.protocol, keep, self._facts(experiment), own)
+    def results(self, experiment: Experiment, everything: bool = False) -> Results:
+        """Return the results measured so far: of the settings asked for, or of all that the experiment's file holds."""
+        rows, names = list(experiment.rows.values()), [s.name for s in self.settings]
+        others = list(dict.fromkeys(r["setting"] for r in rows if r["setting"] not in names))
+        if everything:
+            names, others = names + others, []
+        rows = [r for r in rows if r["setting"] in names]
+        facts, own, keep = self._facts(experiment, rows), own_method(self.options.model), self.options.keep
+        return Results(rows, names, self.train_length, experiment.protocol, keep, facts, own, others)
 
-    def _facts(self, experiment: Experiment) -> dict[str, str]:
-        """Return the facts at the end of the page."""
-        options, rows = self.options, list(experiment.rows.values())
+    def _facts(self, experiment: Experiment, rows: Sequence[Row]) -> dict[str, str]:
+        """Return the facts at the end of the page of these rows."""
+        options = self.options
         planned = [cell.name in experiment.rows for cell in experiment.cells]
         model = options.model if isinstance(options.model, str) else fingerprint(options.model)
         source = Path(model) / "SOURCE"

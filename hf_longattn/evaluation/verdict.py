@@ -29,9 +29,10 @@ def verdict(results: Readings) -> list[Section]:
         f"{TOLERANCE}, then what gains more than it costs, each by the mean of its gains. Neighbours may differ by chance "
         "alone."
     )
-    note = f"Blue is better and orange worse, by more than chance and by more than {TOLERANCE}."
-    note += f" Not measured in full yet: {', '.join(open_)}." if open_ else ""
-    return [Section("Verdict", text, [Table("Best first", ["setting", *heads], rows, note=note, tones=tones, brief=True)])]
+    legend = f"Blue is better and orange worse, by more than chance and by more than {TOLERANCE}."
+    note = f"Not measured in full yet: {', '.join(open_)}." if open_ else ""
+    table = Table("Best first", ["setting", *heads], rows, note=note, tones=tones, legend=legend, brief=True)
+    return [Section("Verdict", text, [table])]
 
 
 def of_fewer(results: Readings) -> Table:

@@ -6,7 +6,6 @@ from typing import Any
 
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.modelcard import TASK_MAPPING
 
 from .internals import auto_classes, classes_for, names_by_type
 from .names import TRIPWIRE
@@ -37,6 +36,8 @@ def loaders(architecture: str) -> list[str]:
 
 def task(loader: str) -> str | None:
     """Return the Hub's name for the task of an auto class's models; None: Transformers has no name for it."""
+    from transformers.modelcard import TASK_MAPPING  # with it come Trainer's arguments and PEFT
+
     mappings = [names_by_type(auto) for auto in auto_classes() if auto.__name__ == loader]
     by_mapping = (name for name, names in TASK_MAPPING.items() if any(names is mapping for mapping in mappings))
     return next(by_mapping, TASKS.get(loader))

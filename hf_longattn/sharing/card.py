@@ -16,6 +16,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from transformers import AutoConfig
 
+from ..checks import UNFINISHED
 from ..config import LongAttnConfig
 from ..integration.classes import loaders, task
 from ..integration.internals import adapter_classes
@@ -34,10 +35,7 @@ def contents(directory: Path) -> tuple[dict[str, Any], LongAttnConfig]:
     """
     if not (saved := saved_in(path := directory / ADAPTER) or saved_in(path := directory / "config.json")):
         if any(directory.glob("checkpoint-*")):
-            raise ValueError(
-                f"the training in {directory} is unfinished: it holds checkpoints, and neither config.json nor {ADAPTER}. "
-                "Finish it by the same command with --resume"
-            )
+            raise ValueError(UNFINISHED.format(folder=directory))
         raise ValueError(f"{directory} holds neither config.json nor {ADAPTER}: save a model or an adapter there first")
     if (config := method_in(saved)) is None:
         raise ValueError(
@@ -164,7 +162,13 @@ def model_card(
         columns[metric] = by_length
         if metric in facts.base_numbers:
             columns[f"{metric} before training"] = facts.base_numbers[metric]
-    known: dict[str, Any] = {"name": name, "title": title, "adapter": adapter, "base": base_model, "config": config}
+    known: dict[str, Any] = {
+        "name": name,
+        "title": title,
+        "adapter": adapter,
+        "base": base_model and link(base_model),
+        "config": config,
+    }
     known |= {"facts": facts, "address": address, "install": install, "remote_code": remote_code}
     return ModelCard.from_template(
         data,
@@ -212,6 +216,11 @@ def _length(directory: Path, config: LongAttnConfig, whole: bool, trained: int |
     return [f"length: as trained, {trained:,} tokens"] if trained else []
 
 
+def link(repository: str) -> str:
+    """A repository's name as a link to it."""
+    return f"[{repository}](https://huggingface.co/{repository})"
+
+
 def linked(paper: str) -> str:
     """A paper with its arXiv number as a link."""
     return re.sub(r"arXiv:(\S+)", r"[\g<0>](https://arxiv.org/abs/\1)", paper)
@@ -229,6 +238,8 @@ def source() -> tuple[str, str | None]:
         return f'pip install "hf_longattn @ git+{noted["url"]}@{commit}"', noted["url"].removesuffix(".git")
     if noted and stated:
         return f'pip install "hf_longattn @ git+{stated}"', stated
+    if noted:  # a folder of its maker, of no use to others
+        return f"pip install .  # in a checkout of hf_longattn {package.version}", stated
     return f"pip install hf_longattn=={package.version}", stated
 
 

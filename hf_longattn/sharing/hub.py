@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..checks import written_aside
+from ..checks import Refused, written_aside
 from ..evaluation.checkpoints import carry, load_tokenizer, own_precision
 from ..evaluation.loading import load_setting
 from ..evaluation.settings import Setting
@@ -26,7 +27,7 @@ from ..integration.offload import refuse_to_save
 from ..integration.saved_method import ADAPTER, saved_in
 from ..slots.registry import did_you_mean
 from ..user_warnings import warn
-from .card import Facts, contents, hub_id, model_card, source
+from .card import Facts, contents, hub_id, link, model_card, source
 
 STUB = "modeling_longattn.py"
 #: What is uploaded: weights as safetensors and text. Optimizer states and other pickles stay where they are.
@@ -39,6 +40,8 @@ RECIPE, METRICS = "recipe.yaml", "metrics.json"
 TEMPLATE, TAG = "[More Information Needed]", "hf_longattn"
 #: Where a card of ours says what to load.
 LOADING = re.compile(r'(^model = \w+\.from_pretrained\()"[^"]*"\)', re.MULTILINE)
+#: Where it names the base, if it does.
+OF_BASE = re.compile(r"^(A model|An adapter \([^)]*\))( of \[[^]]*\]\([^)]*\))?(?= whose attention)", re.MULTILINE)
 _STALE = ("*.safetensors", "*.safetensors.index.json", "config.json", ADAPTER, STUB)
 
 
@@ -74,11 +77,12 @@ def save(
         The directory.
 
     Raises:
-        ValueError: the model runs no method, or several adapters are active that PEFT does not wrap.
+        ValueError: the model runs no method, several adapters are active that PEFT does not wrap, or base_model is a path.
         FileExistsError: the directory is not empty, without overwrite; or it is a file.
     """
     get_config(model)  # raises if there is none
     directory, facts = Path(directory), _facts(card)
+    _check_name(base_model)
     adapter = bool(getattr(model, "peft_config", None))
     if (remote_code or strict) and adapter:
         raise ValueError(f"{'remote_code' if remote_code else 'strict'} works for whole models only: merge_and_unload() first")
@@ -210,7 +214,8 @@ def push(
         The URL of the commit.
 
     Raises:
-        ValueError: nothing to upload, weights that are not safetensors, or an adapter whose base model only exists here.
+        ValueError: nothing to upload, weights that are not safetensors, or a base model that is not on the Hub, which an
+            adapter and a card would name.
         FileExistsError: the repository exists, without exist_ok. Nothing was uploaded.
     """
     if isinstance(model, nn.Module):
@@ -223,10 +228,16 @@ def push(
         raise ValueError("tokenizer and remote_code belong to a model; a folder has what hf_longattn.save put there")
     if missing := unfinished(Path(model)):
         warn(missing)
-    operations = [
-        CommitOperationAdd(path, content) for path, content in files(Path(model), repo_id, _facts(card), base_model).items()
-    ]
+    uploaded = files(Path(model), repo_id, _facts(card), base_model)
+    operations = [CommitOperationAdd(path, content) for path, content in uploaded.items()]
     api = HfApi(endpoint=endpoint, token=token)
+    for base in _bases(uploaded):
+        if not api.repo_exists(base):
+            raise Refused(
+                f"the base model is named {base!r}, and the Hub has none of that name (or shows it to others alone): name it "
+                'as the Hub does, base_model="user/name" (in a command, --base-model user/name); a whole model\'s README.md '
+                "may name none. Nothing was uploaded"
+            )
     try:
         api.create_repo(repo_id, private=private, exist_ok=exist_ok)
     except HfHubHTTPError as error:
@@ -240,6 +251,7 @@ def push(
 
 def files(directory: Path, repo_id: str, facts: Facts, base_model: str | None = None) -> dict[str, Path | bytes]:
     """Return the files that `push` uploads, by path in the repository: paths, or the bytes that replace them."""
+    _check_name(base_model)
     saved, _ = contents(directory)
     result: dict[str, Path | bytes] = {
         path.relative_to(directory).as_posix(): path
@@ -268,13 +280,40 @@ def files(directory: Path, repo_id: str, facts: Facts, base_model: str | None = 
             card = ModelCard(LOADING.sub(rf'\g<1>"{repo_id}")', text, count=1))
             _call(card, repo_id.rpartition("/")[2])
             card.data["license"] = facts.license or card.data.get("license")
-            card.data["base_model"] = card.data.get("base_model") or base_model
+            if base_model:
+                card.data["base_model"] = base_model
+                card.text = OF_BASE.sub(rf"\g<1> of {link(base_model)}", card.text, count=1)
             result["README.md"] = str(card).encode()
         return result
     remote_code = "auto_map" in saved
     return result | {
         "README.md": str(model_card(directory, repo_id, facts, base_model=base_model, remote_code=remote_code)).encode()
     }
+
+
+def _bases(uploaded: Mapping[str, Path | bytes]) -> list[str]:
+    """Return the base models that an adapter and a card of ours name; those that its maker wrote by hand are left alone."""
+    named = []
+    if (config := uploaded.get(ADAPTER)) is not None:
+        named.append(json.loads(_text(config))["base_model_name_or_path"])
+    if _ours(text := _text(uploaded["README.md"])):
+        named.append(ModelCard(text).data.get("base_model"))
+    return list(dict.fromkeys(base for base in named if base))
+
+
+def _text(content: Path | bytes) -> str:
+    return content.decode() if isinstance(content, bytes) else content.read_text(encoding="utf-8")
+
+
+def _check_name(base_model: str | None) -> None:
+    """ValueError: a base model's name cannot be one on the Hub."""
+    try:
+        validate_repo_id(base_model or "user/name")
+    except HFValidationError:
+        raise ValueError(
+            f'base_model={base_model!r} cannot be a name on the Hub, and a path is of no use to others: give "user/name", or '
+            "leave it out"
+        ) from None
 
 
 def _call(card: ModelCard, title: str) -> None:

@@ -125,10 +125,48 @@ class KeyBands(Method, ABC):
         for n, band in enumerate(self.bands(j)):
             ends, remaps = {"first": band.first, "last": band.last}, {"query": band.query, "key": band.key}
             yield from ((f"bands()[{n}].{name}", end, j) for name, end in ends.items() if end is not None)
-            shown = {name: of_one_head(remap(j), j) for name, remap in remaps.items() if remap is not None}
+            shown = {name: of_one_head(remap(j), j).nan_to_num() for name, remap in remaps.items() if remap is not None}
             yield from ((f"bands()[{n}].{name}", positions, j.double()) for name, positions in shown.items())
         distances = (i - j).double()
-        yield "distance", of_one_head(self.distance(i, j), distances), distances
+        yield "distance", of_one_head(self.distance(i, j), distances).nan_to_num(), distances  # of keys ahead it may be none
+        _check_bands(self)
+
+
+def _check_bands(method: KeyBands) -> None:
+    """Raise ValueError unless every key that a query sees lies in one band, at the distance that the method states.
+
+    Looks at queries near the first positions and near powers of two, and for each at the keys at both edges of its bands.
+    """
+    near_powers = [2**k + d for k in range(5, 18) for d in (-1, 0, 1)]
+    i = torch.tensor([*range(24), *near_powers])
+    bands, whole = method.bands(i), torch.full_like(i, 0)
+    edges = [(whole if b.first is None else b.first, i if b.last is None else b.last) for b in bands]
+    looked_at = [whole, whole + 1, i // 2, i, *(edge + d for ends in edges for edge in ends for d in (-1, 0, 1))]
+    j = torch.minimum(torch.stack(looked_at, 1).clamp(min=0), i[:, None])
+    i = i[:, None]
+    inside = torch.stack([(first[:, None] <= j) & (j <= last[:, None]) for first, last in edges])
+    seen = method.visible(i, j) if isinstance(method, Visibility) else torch.ones_like(j, dtype=torch.bool)
+
+    def refuse(pairs: Tensor, said: Callable[[int, int], str]) -> None:
+        if bool(pairs.any()):
+            row, column = pairs.nonzero()[0].tolist()
+            raise ValueError(f"of the query at {int(i[row, 0])} and the key at {int(j[row, column])} {said(row, column)}")
+
+    refuse(inside.sum(0) > 1, lambda *_: "two bands hold the pair, which would count twice: bands() must be disjoint")
+    refuse(seen & ~inside.any(0), lambda *_: "no band holds the pair, which would not be seen: bands() leaves a gap")
+    refuse(~seen & inside.any(0), lambda *_: "a band holds the pair, which visible() hides")
+    stated = method.distance(i, j)
+    for n, band in enumerate(bands):
+        f, g = ((x.double() if to is None else to(x)) for to, x in ((band.query, i), (band.key, j)))
+        f, g, want = (x if x.ndim == 3 else x[..., None] for x in (f, g, stated))  # heads
+        wrong = inside[n, ..., None] & ~torch.isclose(f - g, want, rtol=1e-9, atol=1e-6)
+
+        def said(row: int, column: int, n: int = n, shown: Tensor = f - g, want: Tensor = want, wrong: Tensor = wrong) -> str:
+            head = int(wrong[row, column].nonzero()[0])
+            of_band, of_method = (float(x.expand_as(wrong)[row, column, head]) for x in (shown, want))
+            return f"distance() is {of_method:g}, and its band, bands()[{n}], shows query(i) - key(j) = {of_band:g}"
+
+        refuse(wrong.any(-1), said)
 
 
 class Window(KeyBands):
@@ -200,9 +238,13 @@ class Score(Method, ABC):
         return None
 
     def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
-        query, key = (torch.ones(1, heads, 6, facts.head_dim) for heads in (facts.num_heads, facts.num_kv_heads))
+        query, key = (
+            torch.arange(1.0, 1 + heads * 6 * facts.head_dim).sin().view(1, heads, 6, facts.head_dim)
+            for heads in (facts.num_heads, facts.num_kv_heads)
+        )
         found = self.fold(query, key)
         yield from (("fold, the query", found[0], query), ("fold, the key", found[1], key))
+        yield "fold, the scaling", torch.tensor(float(found[2])), torch.ones(())
 
 
 class Temperature(Method, ABC):
@@ -269,7 +311,7 @@ class LengthTemperature(Temperature):
         """The published factor, unclamped."""
 
     def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
-        n = torch.arange(1, 7, dtype=torch.float64)
+        n = torch.tensor([1, 2, 3, 16, 17, 65536], dtype=torch.float64)
         yield "formula", self.factor(n, facts.head_dim), n
 
 
@@ -285,7 +327,7 @@ class EntropyTemperature(Temperature, ABC):
         return self.factor
 
     def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
-        entropy = torch.ones(1, facts.num_heads, 6)
+        entropy = torch.linspace(0, 11, facts.num_heads * 6).view(1, facts.num_heads, 6)  # 11 nats: 60,000 keys alike
         yield "factor", self.factor(entropy), entropy
 
 

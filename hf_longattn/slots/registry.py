@@ -8,9 +8,10 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -106,7 +107,8 @@ def register(method: M) -> M:
     Raises:
         ValueError: it is not a method or no dataclass, its name is taken (by a method, or by an attention of transformers) or
             not a word, its slot is unknown, or a function that its slot asks for raises on tiny tensors, or gives other shapes
-            or dtypes than the slot says. The class is named.
+            or dtypes than the slot says, NaN or infinity, or bands that overlap, leave gaps or show other distances than
+            `distance`. The class is named.
     """
     _check(method)
     for hear in LISTENERS if method.name not in list_methods() else ():
@@ -152,17 +154,23 @@ def _check(method: Any) -> None:
         raise ValueError(
             f"{what}() cannot be made: {error}. Parameters have defaults, and are plain data: numbers, words, nests of them"
         ) from error
-    try:
-        made = made.bind(TRIAL)
-    except (ValueError, NotImplementedError):
+    for facts in (TRIAL, replace(TRIAL, train_length=1 << 17)):
+        try:
+            made = made.bind(facts)
+            break
+        except (ValueError, NotImplementedError):
+            continue
+    else:
         return  # its defaults do not fit every model
     _check_module(made, what)
     try:
-        for call, found, wanted in made.trial(TRIAL):
+        for call, found, wanted in made.trial(facts):
             shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", type(found).__name__)
             if (shape, dtype) != (wanted.shape, wanted.dtype):
                 shown = "no tensor" if shape is None else f"shape {tuple(shape)}"
                 raise ValueError(f"it gives {shown}, {dtype}, and not shape {tuple(wanted.shape)}, {wanted.dtype} ({call})")
+            if bool((found != found).any() or (found == math.inf).any()):
+                raise ValueError(f"it gives NaN or infinity ({call}), and so would every logit")
     except Exception as error:
         raise ValueError(f"{what} fails on tiny tensors: {error}") from error
 

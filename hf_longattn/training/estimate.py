@@ -69,23 +69,36 @@ def way_out(recipe: Recipe, args: TrainingArguments, parameters: int, trained: i
 
 
 def duration(
-    recipe: Recipe, args: TrainingArguments, parameters: int, text: Any, windows: int, measured: Sequence[int]
+    recipe: Recipe,
+    args: TrainingArguments,
+    parameters: int,
+    text: Any,
+    windows: int,
+    measured: Sequence[int],
+    evaluated: Sequence[int] = (),
 ) -> tuple[float, float]:
     """Seconds of training and of measuring at the end; the arguments of `operations`."""
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else getattr(torch, recipe.dtype)
     speed = EFFICIENCY * _speed(args.device, dtype, text)
-    training, measuring = operations(recipe, args, parameters, text, windows, measured)
+    training, measuring = operations(recipe, args, parameters, text, windows, measured, evaluated)
     return training / speed, measuring / speed
 
 
 def operations(
-    recipe: Recipe, args: TrainingArguments, parameters: int, text: Any, windows: int, measured: Sequence[int]
+    recipe: Recipe,
+    args: TrainingArguments,
+    parameters: int,
+    text: Any,
+    windows: int,
+    measured: Sequence[int],
+    evaluated: Sequence[int] = (),
 ) -> tuple[float, float]:
     """Floating-point operations of training and of measuring at the end.
 
     Args:
         windows: how many of them a process trains on.
         measured: the lengths, in tokens, of the texts that are read at the end.
+        evaluated: of those that are read while it trains.
     """
     apart = 0 if getattr(text, "tie_word_embeddings", False) else text.vocab_size * text.hidden_size  # is only looked up
     width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
@@ -98,7 +111,7 @@ def operations(
     again = 1 if args.gradient_checkpointing else 0
     passes = (2 if recipe.lora is not None or recipe.freeze else 3) + again + (1 if recipe.distill else 0)
     training = windows * (passes * weights + (passes + 1.5) * attention)
-    return training, sum(map(sum, map(forward, measured)))
+    return training + sum(map(sum, map(forward, evaluated))), sum(map(sum, map(forward, measured)))
 
 
 def _speed(device: torch.device, dtype: torch.dtype, text: Any) -> float:

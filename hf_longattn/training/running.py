@@ -96,7 +96,7 @@ class Prepared:
     def seconds(self) -> tuple[float, float]:
         """Estimated seconds of training, and of measuring at the end."""
         windows = _windows(self.recipe, self.args) * self.args.max_steps // self.args.world_size
-        what = (self.built[1], self.config.get_text_config(), windows, _read_at_the_end(self))
+        what = (self.built[1], self.config.get_text_config(), windows, _read_at_the_end(self), _read_meanwhile(self))
         return estimate.duration(self.recipe, self.args, *what)
 
     @property
@@ -496,7 +496,7 @@ def _reading(run: Prepared) -> str:
         return f"; {run.unprobed}" if run.unprobed else ""
     models = "the trained model and its base" if run.recipe.evaluation.compare else "the trained model"
     less = f"shortened to follow the training's time; evaluation.far={FAR} measures all, " if run.shortened else ""
-    return f"; copies from up to {run.back[-1]:,} tokens back, of {models} ({less}evaluation.far=0 nothing)"
+    return f"; copies from up to {run.back[-1]:,} tokens back, of {models} ({less}evaluation.far=0 none)"
 
 
 def _time(run: Prepared) -> str:
@@ -521,6 +521,14 @@ def _read_at_the_end(run: Prepared) -> list[int]:
     texts = [n for n in run.final_lengths for _ in range(tokens_read(recipe, run.data, [n]) // n)]
     texts += [TOKENS] * (len(run.back) * PASSAGES)
     return texts * (1 + recipe.evaluation.compare)
+
+
+def _read_meanwhile(run: Prepared) -> list[int]:
+    """The length of every held-out text that is read while a run trains."""
+    recipe, args = run.recipe, run.args
+    every = args.eval_steps if args.eval_strategy.value == "steps" else 0
+    times = args.max_steps // math.ceil(every if every >= 1 else every * args.max_steps) if every else 0
+    return [n for n in recipe.lengths for _ in range(tokens_read(recipe, run.data, [n]) // n)] * times
 
 
 def _within_budget(run: Prepared, parameters: int) -> Prepared:

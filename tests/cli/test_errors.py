@@ -112,6 +112,7 @@ def test_doctor_finds_weights_that_are_no_numbers(files: Path, tmp_path: Path) -
         TRAIN.replace("data=F/book.txt", "data=F/a.txt,F/b.jsonl"): "several are written as a list, data=[",
         TRAIN.replace("book.txt", "chats.jsonl"): "row 1: 'messages' is 'hello', neither a text nor a list of messages",
         "push F/training someone/model --dry-run": "is unfinished: it holds checkpoints",
+        "inspect F/training --text F/book.txt": "Finish it by the same command with --resume, or give one of the checkpoints",
         EXTEND + " --tolerance -1": "a cost in nats is 0 or more, not -1",
         EVAL + " --method rerope+rerope": "rerope and rerope clash",
     }.items(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import hf_longattn
 from hf_longattn.cli import app
 from hf_longattn.slots import registry
-from hf_longattn.slots.base import LengthTemperature
+from hf_longattn.slots.base import KeyInterval, LengthTemperature, Positions, Visibility, capped
 from hf_longattn.slots.method import SLOTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own-methods.md"
@@ -197,6 +197,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a dtype": ({"formula": lambda self, n, *_: n.float()}, r"torch.float32, and not shape \(6,\), torch.float64 \(formula\)"),
     "no tensor": ({"formula": lambda *_: 1.0}, "fails on tiny tensors: .float. object has no attribute"),
     "a fault": ({"formula": lambda self, n, *_: n @ n[:2]}, "fails on tiny tensors: inconsistent tensor size"),
+    "NaN": ({"formula": lambda self, n, *_: (8 - n).sqrt()}, r"it gives NaN or infinity \(formula\)"),
+    "infinity": ({"formula": lambda self, n, *_: 1 / n.log()}, r"it gives NaN or infinity \(formula\)"),
     "no name": ({"name": None}, "Wrong has no name"),
     "no slot": ({"slot": "colour"}, "Wrong.slot is 'colour'; the slots are positions,"),
 }
@@ -209,6 +211,64 @@ def test_a_mistake_in_a_method_is_found_as_it_is_registered(forgotten: None, mis
         hf_longattn.register(wrong(**changes))
     assert "test_own_methods.wrong.<locals>.Wrong" in str(refused.value)
     assert "wrong" not in registry.list_methods()
+
+
+def shifted(first: int = 1, far: float = 0.0, window: int = 1024) -> type:
+    """Distances beyond the window are those to it; its bands begin elsewhere, or show others."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Shifted(Positions):
+        name: ClassVar[str] = "shifted"
+        paper: ClassVar[str] = "none"
+
+        def distance(self, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+            return (i - j).double().clamp(max=window)
+
+        def bands(self, i: torch.Tensor) -> list[KeyInterval]:
+            beyond = capped(i - window, window)
+            return [KeyInterval(first=i - window + first), replace(beyond, key=lambda j: torch.zeros_like(j).double() + far)]
+
+    return Shifted
+
+
+def hiding(sees: int, window: int = 300) -> type:
+    """Sees so many of the last keys, and hides all but `window`."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Hiding(Visibility):
+        name: ClassVar[str] = "hiding"
+        paper: ClassVar[str] = "none"
+
+        def visible(self, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+            return i - j < window
+
+        def bands(self, i: torch.Tensor) -> list[KeyInterval]:
+            return [KeyInterval(first=i - sees + 1)]
+
+    return Hiding
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (shifted(first=2), "of the query at 1023 and the key at 0 no band holds the pair, .* leaves a gap"),
+        (shifted(first=0), "of the query at 1024 and the key at 0 two bands hold the pair, .* must be disjoint"),
+        (shifted(far=0.5), r"distance\(\) is 1024, and its band, bands\(\)\[1\], shows query\(i\) - key\(j\) = 1023.5"),
+        (shifted(far=float("nan")), "shows .* = nan"),
+        (hiding(299), "no band holds the pair"),
+        (hiding(301), r"a band holds the pair, which visible\(\) hides"),
+    ],
+)
+def test_bands_that_contradict_the_method_are_refused(forgotten: None, method: type, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hf_longattn.register(method)
+    for right in (shifted(), hiding(300)):
+        assert hf_longattn.register(right) is right
+
+
+@pytest.mark.parametrize("name", sorted(registry.METHODS))
+def test_the_packages_own_methods_pass_the_trial(name: str) -> None:
+    registry._check(type(registry.method(name)))
 
 
 def test_parameters_that_would_be_lost_or_cannot_be_saved_are_refused(forgotten: None) -> None:

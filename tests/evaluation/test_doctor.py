@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import hf_longattn
 from hf_longattn.cli import app
-from hf_longattn.evaluation import doctor
+from hf_longattn.evaluation import doctor, environment
 from hf_longattn.evaluation.outlook import trained_line
 from hf_longattn.integration.trained_length import trained
 
@@ -181,8 +181,8 @@ def test_versions_kernels_and_engines(sound: Path, tmp_path: Path, monkeypatch: 
     config = hf_longattn.LongAttnConfig.preset("logn", backend="triton")
     hf_longattn.apply(AutoModelForCausalLM.from_pretrained(sound), config).save_pretrained(tmp_path)
     installed = {"transformers": "4.57.6"}
-    monkeypatch.setattr(doctor, "version", lambda name: installed.get(name, "99.0"))
-    monkeypatch.setattr(doctor, "find_spec", lambda name: ModuleSpec(name, None) if name in ("vllm", "sglang") else None)
+    monkeypatch.setattr(environment, "version", lambda name: installed.get(name, "99.0"))
+    monkeypatch.setattr(environment, "find_spec", lambda name: ModuleSpec(name, None) if name in ("vllm", "sglang") else None)
     monkeypatch.setenv("VLLM_PLUGINS", "others")  # which leaves ours out
     code, text = told(tmp_path, "--no-weights")
     assert code == 1, text
@@ -190,7 +190,7 @@ def test_versions_kernels_and_engines(sound: Path, tmp_path: Path, monkeypatch: 
     assert "insists on backend 'triton': triton is not installed" in text
     assert "vLLM and SGLang would silently run this checkpoint without its method" in text
     assert "3 problems found." in text
-    (strict,) = doctor.engines(hf_longattn.LongAttnConfig(), ["LongAttnLlamaForCausalLM"])
+    (strict,) = environment.engines(hf_longattn.LongAttnConfig(), ["LongAttnLlamaForCausalLM"])
     assert strict.level == "ok"
 
 

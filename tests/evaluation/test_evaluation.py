@@ -513,6 +513,29 @@ def test_interrupted_runs_keep_their_rows_and_go_on(folder: Path, tmp_path: Path
     assert [store.name_of(json.loads(line)) for line in text.splitlines()] == [cell.name for cell in store.cells]
 
 
+def test_a_folder_that_is_used_again_keeps_its_rows_and_is_judged_by_what_is_asked_for_now(
+    folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    words = ["eval", str(folder / "model"), "--text", str(folder / "a.txt"), "--out", str(out)]
+    words += ["--lengths", "128,1k", "--targets", "32"]
+    told = "Rows of scale_invariant:tau=3 are kept in the folder and not judged here: name them too, to compare with them."
+    for given, shown, others in (
+        (["--method", "scale_invariant:tau=3"], ["scale_invariant:tau=3"], False),
+        (["--method", "infoscale"], ["infoscale"], True),
+        (["--method", "infoscale", "--page-only"], ["infoscale", "scale_invariant:tau=3"], False),
+        (["--method", "infoscale,scale_invariant:tau=3"], ["infoscale", "scale_invariant:tau=3"], False),
+    ):
+        result = CliRunner().invoke(app, [*words, *given])
+        assert result.exit_code == 0, result.output
+        page = json.loads((out / "report.json").read_text())
+        verdict = page["sections"][0]["tables"][0]["rows"]
+        assert sorted(row[0] for row in verdict) == sorted(["unmodified", *shown])
+        assert (told in result.output) is (told in page["summary"]) is others
+        assert page["facts"]["Rows"].startswith(f"{2 + 2 * len(shown)} measured")
+    assert (out / "rows.jsonl").read_text().count("\n") == 6
+
+
 def test_checkpoints_that_differ_in_one_weight_have_fingerprints_of_their_own(tmp_path: Path) -> None:
     weights = bytearray(1 << 20)
     (tmp_path / "model.safetensors").write_bytes(weights)
@@ -661,6 +684,34 @@ def test_command_writes_the_page_of_an_interrupted_run(folder: Path, tmp_path: P
         facts = json.loads((out / "report.json").read_text())["facts"]
         assert facts["Rows"] == "1 measured; of this command's 2, 1 are open"
     assert "unmodified" in result.output
+
+
+def test_an_interruption_before_the_first_row_writes_no_page(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stops(*arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    out, real = tmp_path / "out", Loss.measure
+    words = ["eval", str(folder / "model"), "--text", str(folder / "a.txt"), "--out", str(out), "--lengths", "128"]
+    words += ["--targets", "32"]
+    monkeypatch.setattr(Loss, "measure", stops)
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 130, result.output
+    assert "Interrupted; nothing was measured yet." in result.output
+    assert "The report" not in result.output
+    assert not (out / "index.html").exists()
+    result = CliRunner().invoke(app, [*words, "--page-only"])
+    assert result.exit_code == 2
+    assert f"no rows are in {out} yet" in result.output
+    monkeypatch.setattr(Loss, "measure", real)
+    assert CliRunner().invoke(app, words).exit_code == 0
+    page = (out / "index.html").read_text()
+    monkeypatch.setattr(Loss, "measure", stops)
+    result = CliRunner().invoke(app, [*words[:-4], "--lengths", "64,128", "--targets", "32", "--method", "infoscale"])
+    assert result.exit_code == 130, result.output
+    assert "Interrupted; 1 rows are kept, and the same command continues." in result.output
+    assert page != (out / "index.html").read_text()
 
 
 # Python --------------------------------------------------------------------------------------------------------------

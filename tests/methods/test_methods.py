@@ -185,3 +185,22 @@ def test_the_command_lists_every_method_as_the_page_of_methods_does() -> None:
     assert {name: [slot, what] for name, slot, _, what in rows[1:]} == listed
     for name, _, training, _ in rows[1:]:
         assert (training == "needed") is method(name).needs_training, name
+
+
+@pytest.mark.parametrize(
+    ("text", "lines", "training"),
+    [
+        ("rerope:window=4k", ["rerope (positions): ", "window     4096 (default None)"], "not needed."),
+        ("infoscale+rerope", ["rerope (positions): ", "infoscale (temperature): ", "clamp         True "], "not needed."),
+        ("rerope+infoscale:clamp=false", ["clamp         False (default True)"], "needed for infoscale: a model that was not"),
+        ("rerope+cosscale+logn:clamp=no", [], None),
+        ("ssmax+cosscale:scale=2", [], None),
+        ("rerope+infoscale+cosscale:clamp=false", ["cosscale (score): "], "needed for cosscale and infoscale: "),
+    ],
+)
+def test_the_command_says_what_a_combination_needs(text: str, lines: list[str], training: str | None) -> None:
+    result = CliRunner().invoke(app, ["methods", text])
+    assert (result.exit_code == 0) is (training is not None), result.output
+    at = [result.output.index(line) for line in lines]
+    assert at == sorted(at)
+    assert training is None or f"\nTraining: {training}" in result.output

@@ -59,6 +59,7 @@ def adapted(base: Path | None = None) -> Any:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     fake = FakeHub()
+    fake.repos["someone/llama"] = {}  # what adapters and cards name as the base
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # its chunk store is another protocol
     monkeypatch.setattr(constants, "ENDPOINT", fake.url)
@@ -178,12 +179,15 @@ def test_an_adapter_is_merged_and_saved(base: Path, tmp_path: Path, case: str) -
         hf_longattn.merge(tmp_path, tmp_path / "again")
 
 
+CHECKOUT = f"pip install .  # in a checkout of hf_longattn {hf_longattn.__version__}"
+
+
 @pytest.mark.parametrize(
     ("noted", "line", "link"),
     [
         ({"vcs_info": {"commit_id": "abc"}}, 'pip install "hf_longattn @ git+https://host/x.git@abc"', "https://host/x"),
-        ({"vcs_info": {"commit_id": "abc"}, "url": "file:///home/x"}, "pip install hf_longattn==", None),
-        ({"dir_info": {}, "url": "file:///home/x"}, "pip install hf_longattn==", None),
+        ({"vcs_info": {"commit_id": "abc"}, "url": "file:///home/x"}, CHECKOUT, None),
+        ({"dir_info": {}, "url": "file:///home/x"}, CHECKOUT, None),
         (None, f"pip install hf_longattn=={hf_longattn.__version__}", None),
     ],
     ids=["repository", "local repository", "folder", "index"],
@@ -410,11 +414,42 @@ def test_a_card_of_ours_is_filled_in(server: FakeHub, base: Path, tmp_path: Path
     title = REPO.rpartition("/")[2]
     assert card.data.model_name == title  # as its repository
     shown = before.partition("\n# ")[2].replace('"m"', f'"{REPO}"')
+    shown = shown.replace(") whose", ") of [someone/llama](https://huggingface.co/someone/llama) whose", 1)
     assert sent.partition("\n# ")[2] == shown.replace("m\n", f"{title}\n", 1)
     assert (tmp_path / "m/README.md").read_text() == before
     wrong = CliRunner().invoke(app, [*words, "--training-length", "4k", "--yes"])
     assert wrong.exit_code == 2
     assert "write training_lengths into it" in " ".join(wrong.output.replace("│", "").split())
+
+
+def test_a_base_that_is_not_on_the_hub_is_not_named(
+    server: FakeHub, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder's name may look like one on the Hub, where the folder is not seen from."""
+    hf_longattn.save(changed(), tmp_path / "whole", base_model="models/base", license="mit")
+    adapted(base).save_pretrained(tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "models/base"}))
+    for folder in ("whole", "adapter"):
+        with pytest.raises(ValueError, match="named 'models/base', and the Hub has none of that name"):
+            hf_longattn.push(tmp_path / folder, REPO)
+        refused = CliRunner().invoke(app, ["push", str(tmp_path / folder), REPO])
+        assert refused.exit_code == 2
+        assert "--base-model user/name" in refused.output
+        assert REPO not in server.repos
+    hf_longattn.push(tmp_path / "whole", REPO, base_model="someone/llama")
+    card = server.repos[REPO]["README.md"].decode()
+    assert "models/base" not in card
+    assert "A model of [someone/llama](https://huggingface.co/someone/llama) whose attention" in card
+    assert ModelCard(card).data.base_model == "someone/llama"
+    for wrong in ("/home/me/base", "models/of/mine", "../base"):
+        with pytest.raises(ValueError, match="cannot be a name on the Hub"):
+            hf_longattn.save(changed(), tmp_path / "none", base_model=wrong)
+        with pytest.raises(ValueError, match="cannot be a name on the Hub"):
+            hf_longattn.push(tmp_path / "whole", REPO, base_model=wrong)
+    monkeypatch.chdir(tmp_path)
+    hf_longattn.save(hf_longattn.apply(AutoModelForCausalLM.from_pretrained(base), CONFIG), "of_folder")
+    assert "base" not in (tmp_path / "of_folder" / "README.md").read_text().partition("## Attention")[0]
 
 
 def test_folders_that_cannot_be_pushed(server: FakeHub, base: Path, tmp_path: Path) -> None:

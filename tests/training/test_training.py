@@ -286,7 +286,7 @@ def test_measuring_at_the_end_takes_no_more_than_a_third_of_the_training(tiny: P
     assert (short.text, short.back, short.shortened) == (None, (long.back[0], long.back[-1]), True)
     told = plan(short)
     assert f"copies from up to {long.back[-1]:,} tokens back" in told
-    assert "(shortened to follow the training's time; evaluation.far=16384 measures all, evaluation.far=0 nothing)" in told
+    assert "(shortened to follow the training's time; evaluation.far=16384 measures all, evaluation.far=0 none)" in told
     asked = prepared(6, evaluation__far=16384)
     assert (asked.text, asked.back, asked.shortened) == (long.text, long.back, False)
     assert torch.equal(short.data.held_out, long.data.held_out)
@@ -389,6 +389,9 @@ def test_time_is_estimated_by_what_is_computed(tiny: Path, tmp_path: Path, monke
     assert training == 2 * (2 * weights * 32) + 3.5 * (2 * 2 * 16 * 32**2)
     assert seconds(prepared.recipe, 3)[0] == 3 * training
     assert seconds(dataclasses.replace(prepared.recipe, lora=None))[0] > training
+    run = dataclasses.replace(prepared.recipe, lora=None)
+    held_out = estimate.duration(run, prepared.args, 10_000, text, 1, [], [32, 32])[0] - seconds(run)[0]
+    assert held_out == pytest.approx(measuring)
     assert [estimate.shown(s) for s in (0.2, 50, 400, 9000)] == ["1 s", "50 s", "7 min", "2.5 h"]
 
 

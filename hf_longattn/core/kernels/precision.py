@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import platform
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..plan import Operand
+if TYPE_CHECKING:
+    from ..plan import Operand
 
 
 @functools.cache

@@ -26,6 +26,7 @@ class Table:
     Args:
         shade: (low, high) to colour numeric cells between these two values, as a heat map that is also text; None for none.
         tones: of each cell 1 (better), -1 (worse) or 0, by rows, to colour what is good and what is not; empty for none.
+        legend: what the colours of `tones` mean, for where they are shown.
         brief: whether it also stands where there is room for few: on the console, in a notebook.
     """
 
@@ -36,6 +37,7 @@ class Table:
     note: str = ""
     shade: tuple[float, float] | None = None
     tones: Sequence[Sequence[int]] = ()
+    legend: str = ""
     brief: bool = False
 
     def __post_init__(self) -> None:
