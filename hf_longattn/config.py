@@ -26,7 +26,7 @@ from .slots.method import length_of as length_of
 from .slots.registry import did_you_mean, fixed_by, from_elsewhere, list_methods, method, method_class, parameters_of
 
 if TYPE_CHECKING:
-    from .slots.base import KeyBands, LogitMap, OutputNorm, Positions, Score, Sink, Temperature, Visibility
+    from .slots.base import KeyIntervals, LogitMap, OutputNorm, Positions, Score, Sink, Temperature, Visibility
 
 #: All but the first and the last are files in core/kernels, in the order in which "auto" asks them.
 BACKENDS = ("auto", "fused", "triton", "tiled", "reference")
@@ -134,9 +134,11 @@ class LongAttnConfig:
 
     def _check_together(self) -> None:
         """ValueError: methods of one layer exclude each other."""
-        if len(remaps := [m.name for m in self.key_bands if m.remaps]) > 1:
+        if len(remaps := [m.name for m in self.key_intervals if m.remaps]) > 1:
             raise ValueError(f"{' and '.join(remaps)} clash: both say at which distance far keys are seen")
-        if self.score is not None and (own := next((m.own_temperature for m in self.key_bands if m.own_temperature), None)):
+        if self.score is not None and (
+            own := next((m.own_temperature for m in self.key_intervals if m.own_temperature), None)
+        ):
             raise ValueError(
                 f"{self.score.name} normalises queries and keys: {own} would do nothing; give attention_factor=1.0"
             )
@@ -162,14 +164,14 @@ class LongAttnConfig:
         return None if self.parts else getattr(self.logit_map, "strength", 1.0)
 
     @property
-    def key_bands(self) -> tuple[KeyBands, ...]:
+    def key_intervals(self) -> tuple[KeyIntervals, ...]:
         """The methods that split the keys of a row into intervals: remaps and windows."""
         return tuple(m for m in self._methods if m.slot in ("positions", "visibility"))  # type: ignore[misc]
 
     @property
-    def remap(self) -> KeyBands | None:
+    def remap(self) -> KeyIntervals | None:
         """The one that changes rotary distances."""
-        return next((m for m in self.key_bands if m.remaps), None)
+        return next((m for m in self.key_intervals if m.remaps), None)
 
     @property
     def identity_below(self) -> float:
@@ -179,7 +181,7 @@ class LongAttnConfig:
     @property
     def uses_train_length(self) -> bool:
         """True if a method depends on the length that the model was trained at."""
-        return bool(self.key_bands) or any(hasattr(m, "train_length") for m in self.methods)
+        return bool(self.key_intervals) or any(hasattr(m, "train_length") for m in self.methods)
 
     @property
     def name(self) -> str:
@@ -336,7 +338,7 @@ class LongAttnConfig:
             return LongAttnConfig(parts=tuple(x.bind(facts) for x in self.parts))._extended(self.extended_to)
         if not isinstance(self.layers, str) and self.layers[-1] >= facts.num_layers:
             raise ValueError(f"layers names layer {self.layers[-1]}, but the model has layers 0 to {facts.num_layers - 1}")
-        own = next((m.own_temperature for m in self.key_bands if m.own_temperature), None)
+        own = next((m.own_temperature for m in self.key_intervals if m.own_temperature), None)
         both = dataclasses.replace(facts, own_temperature=own or facts.own_temperature)
         bound: dict[str, Any] = {m.slot: m.bind(both) for m in self.methods}
         if own and facts.own_temperature:
@@ -350,7 +352,7 @@ class LongAttnConfig:
 
     def _extended(self, length: int | None) -> LongAttnConfig:
         """A bound config that says how long a text is to be read; ValueError where it does not reach that far."""
-        if length is not None and not self.key_bands:
+        if length is not None and not self.key_intervals:
             raise ValueError(f"{self.name} extends nothing: extended_to={length} belongs to a position remap or a window")
         if length is not None and length > self.reach:
             raise ValueError(
@@ -361,7 +363,7 @@ class LongAttnConfig:
 
     def _farther(self) -> str:
         """Say which parameters take the methods that limit the reach farther."""
-        limiting = [m for m in self.key_bands if m.remaps and m.reach(self.train_length or 0) == self.reach]
+        limiting = [m for m in self.key_intervals if m.remaps and m.reach(self.train_length or 0) == self.reach]
         names = {f.name for m in limiting for f in dataclasses.fields(m)}
         ways = [f"raise {name}" for name in ("stretch", "group", "factor", "shift") if name in names]
         ways += ["lower window"] * ("window" in names)
@@ -371,10 +373,10 @@ class LongAttnConfig:
     @property
     def reach(self) -> float:
         """The longest text that a bound config lets a model read; 0 where no method takes it beyond its trained length."""
-        if not self.key_bands:
+        if not self.key_intervals:
             return 0
         length = self.train_length
-        reaches = [m.reach(length) for m in self.key_bands if m.remaps and length is not None]
+        reaches = [m.reach(length) for m in self.key_intervals if m.remaps and length is not None]
         return min((n for n in reaches if n is not None), default=math.inf)
 
     def for_layer(self, layer: int) -> LongAttnConfig:

@@ -105,7 +105,7 @@ def default(facts: ModelFacts, to: int, purpose: str = "both", parameters: Mappi
 
 def _check(view: View, config: LongAttnConfig, facts: ModelFacts, length: int) -> None:
     """Raise ValueError where a config does not take a model to a length; how far it reaches is checked where it is put in."""
-    if not config.key_bands:
+    if not config.key_intervals:
         raise ValueError(
             f"{config.name} extends nothing: beyond the trained length a model meets distances that it does not know, "
             'and only position remaps ("rerope", the default, "leaky_rerope", "self_extend", "dual_chunk", '

@@ -53,8 +53,8 @@ class AttentionLayout:
             of keys, (batch or 1, kv_len), from the start of each one's sequence. They never fall along it if no key is
             hidden by `allowed`, or `hides_tokens`.
         query_axes, key_axes: where tokens are rotated that have a position on each of several axes (M-RoPE), int64 (axes,
-            batch or 1, q_len) and (axes, batch or 1, kv_len), from the start of each one's sequence. Bands of keys begin and
-            end on the first axis, time; all else goes by indices and ids.
+            batch or 1, q_len) and (axes, batch or 1, kv_len), from the start of each one's sequence. Intervals begin and end
+            on the first axis, time; all else goes by indices and ids.
     """
 
     index: Tensor
@@ -154,7 +154,9 @@ class AttentionLayout:
         index, first, time = rows.key_indices(kv_len)[:, 0], rows.key_starts(kv_len).expand(-1, kv_len), key_axes[0]
         inside = (index >= first) & (index <= rows.columns.high.amax(-1, keepdim=True))
         falls = (time.diff() < 0) & inside[:, 1:] & inside[:, :-1] & (first.diff() == 0)
-        return rows.masked(rows.visible(kv_len)) if bool(falls.any()) else rows  # bands are no intervals of keys then
+        return (
+            rows.masked(rows.visible(kv_len)) if bool(falls.any()) else rows
+        )  # intervals of positions are none of indices then
 
     def masked(self, allowed: Tensor) -> AttentionLayout:
         """Put the rows under one more mask, bool, broadcastable to (batch, heads, q_len, kv_len)."""
@@ -247,7 +249,7 @@ class AttentionLayout:
 
     @property
     def _ids(self) -> Tensor | None:
-        """The keys' explicit positions by which bands begin and end."""
+        """The keys' explicit positions by which intervals begin and end."""
         return self.key_ids if self.key_axes is None else self.key_axes[0]
 
     def _index_of(self, position: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from ..slots.base import EntropyTemperature, KeyBands, KeyInterval, LengthTemperature, LogitMap
+from ..slots.base import EntropyTemperature, KeyInterval, KeyIntervals, LengthTemperature, LogitMap
 from .call import Call
 from .geometry import AttentionLayout
 from .kernels.kernel import MARGIN
@@ -19,8 +19,8 @@ from .stages import finish, joint_sinks
 from .tables import SHARED, TableCache
 from .tracing import keepable, readable, sent
 
-#: A band, by its method and its number there.
-NamedInterval = tuple[tuple[KeyBands, int], KeyInterval]
+#: An interval, by its method and its number there.
+NamedInterval = tuple[tuple[KeyIntervals, int], KeyInterval]
 
 
 def lower(call: Call) -> AttentionPlan:
@@ -65,21 +65,26 @@ def lower(call: Call) -> AttentionPlan:
 
 def segments(call: Call) -> list[Segment]:
     """The segments that a call's config makes of its rows, empty ones too."""
-    i = call.rows.query_positions() if call.config.key_bands else None
-    named = [[((m, n), band) for n, band in enumerate(m.bands(i))] for m in call.config.key_bands]  # type: ignore[arg-type]
-    # the first of a method's bands that is turned as another one is; Dynamo cannot compare functions, and keeps nothing
+    i = call.rows.query_positions() if call.config.key_intervals else None
+    named = [[((m, n), interval) for n, interval in enumerate(m.intervals(i))] for m in call.config.key_intervals]  # type: ignore[arg-type]
+    # the first of a method's intervals that is turned as another one is; Dynamo cannot compare functions, and keeps nothing
     alike: dict[Hashable, int] | None = None if torch.compiler.is_compiling() else {}
-    return [_segment(call, bands, alike) for bands in itertools.product(*named)]
+    return [_segment(call, intervals, alike) for intervals in itertools.product(*named)]
 
 
-def _segment(call: Call, bands: tuple[NamedInterval, ...], alike: dict[Hashable, int] | None) -> Segment:
+def _segment(call: Call, intervals: tuple[NamedInterval, ...], alike: dict[Hashable, int] | None) -> Segment:
     turns: dict[str, RotationDelta] = {}
-    for (m, n), band in bands:
-        for side, remap in (("query", band.query), ("key", band.key)):
+    for (m, n), interval in intervals:
+        for side, remap in (("query", interval.query), ("key", interval.key)):
             if remap is not None:
-                first = n if alike is None else alike.setdefault((m, side, remap, band.spectrum), n)
-                turns[side] = RotationDelta(call.rotation, remap, band.spectrum, (m, first, side), first)
-    return Segment(call.rows, tuple(name for name, _ in bands), tuple((band.first, band.last) for _, band in bands), **turns)
+                first = n if alike is None else alike.setdefault((m, side, remap, interval.spectrum), n)
+                turns[side] = RotationDelta(call.rotation, remap, interval.spectrum, (m, first, side), first)
+    return Segment(
+        call.rows,
+        tuple(name for name, _ in intervals),
+        tuple((interval.first, interval.last) for _, interval in intervals),
+        **turns,
+    )
 
 
 def table_length(rows: AttentionLayout, kv_len: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..config import LongAttnConfig
-from ..slots.base import EntropyTemperature, KeyBands, LengthTemperature, Spectrum
+from ..slots.base import EntropyTemperature, KeyIntervals, LengthTemperature, Spectrum
 from .call import Call
 from .geometry import AttentionLayout
 from .rotary import Rotation
@@ -97,20 +97,20 @@ def _banded(config: LongAttnConfig, rows: AttentionLayout, kv_len: int) -> tuple
     return rows, (distance.movedim(-1, 2), true, remap.rescaled(i, j), remap.spectrum)
 
 
-def _by_axis(remap: KeyBands, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
+def _by_axis(remap: KeyIntervals, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
     """The distances shown on several axes, (axes, batch or 1, q_len, kv_len, kv_heads or 1), and the true ones.
 
-    The first axis decides in which band of a query a key lies; f(i) - g(j) is its distance there, on each axis.
+    The first axis decides in which interval of a query a key lies; f(i) - g(j) is its distance there, on each axis.
     """
     true = i[..., None] - j[:, :, None]
     distance = true.double()[..., None]
-    for band in remap.bands(i[0]):
+    for interval in remap.intervals(i[0]):
         inside = torch.ones_like(true[0], dtype=torch.bool)
-        if band.first is not None:
-            inside = inside & (j[0][:, None] >= band.first[..., None])
-        if band.last is not None:
-            inside = inside & (j[0][:, None] <= band.last[..., None])
-        f, g = (x.double() if to is None else to(x) for to, x in ((band.query, i), (band.key, j)))
+        if interval.first is not None:
+            inside = inside & (j[0][:, None] >= interval.first[..., None])
+        if interval.last is not None:
+            inside = inside & (j[0][:, None] <= interval.last[..., None])
+        f, g = (x.double() if to is None else to(x) for to, x in ((interval.query, i), (interval.key, j)))
         f, g = (x if x.ndim == 4 else x[..., None] for x in (f, g))  # heads
         distance = torch.where(inside[..., None], f[:, :, :, None] - g[:, :, None], distance)
     return distance, true

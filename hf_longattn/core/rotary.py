@@ -81,14 +81,14 @@ class RotationDelta(NamedTuple):
         remap: from positions to those shown (see `slots.base.Remap`).
         spectrum: from the model's frequencies to those that these are shown at, and a factor; None: the model's.
         name: identifies remap and spectrum in tables, where angles are kept.
-        band: the first of its method's bands that is turned so.
+        interval: the first of its method's intervals that is turned so.
     """
 
     rotation: Rotation | None
     remap: Callable[[Tensor], Tensor]
     spectrum: Callable[[Tensor], tuple[Tensor, float]] | None = None
     name: Hashable = None
-    band: int = 0
+    interval: int = 0
 
     @property
     def by(self) -> Rotation:

@@ -90,13 +90,13 @@ def _put(view: View, config: LongAttnConfig, keep: Set[int] = frozenset()) -> No
 def _warn_of_less(known: LongAttnConfig, now: LongAttnConfig, says: int) -> None:
     """Say that a model reads no longer as far as `known` was to take it, and how long a text it says to read again."""
     again = f"max_position_embeddings is {says} again"
-    if now.key_bands:
+    if now.key_intervals:
         warn(
             f"{now.name} with these parameters reaches {now.reach:.0f} tokens, and the model was extended to "
             f"{known.extended_to}: {again}. hf_longattn.extend takes it as far as it goes"
         )
         return
-    lost = "+".join(m.name for m in known.key_bands)
+    lost = "+".join(m.name for m in known.key_intervals)
     warn(
         f"{now.name} replaces {lost}, with which the model read {known.extended_to} tokens, beyond those that it was trained "
         f'at: {again}. To keep both: "{lost}+{now.name}"',
@@ -312,8 +312,8 @@ def _turns_keys(config: LongAttnConfig) -> bool:
     """Tell whether decoding keeps keys, rotated or normalised, beside a cache."""
     if config.positions is None:
         return config.score is not None
-    bands = config.positions.bands(torch.zeros(1, 1, dtype=torch.int64, device="cpu"))
-    return config.score is not None or any(band.key is not None for band in bands)
+    intervals = config.positions.intervals(torch.zeros(1, 1, dtype=torch.int64, device="cpu"))
+    return config.score is not None or any(interval.key is not None for interval in intervals)
 
 
 def _runs(config: Any) -> str:

@@ -198,7 +198,7 @@ def _refuse_part(name: str, part: LongAttnConfig, candidates: list[Layer], chose
             f"{part.name} applies to 0 layers of {name}: all {len(candidates)} causal attention layers have "
             'a sliding window. Pass longattn={"layers": "all"} to change them anyway, or unset the window in the config'
         )
-    if part.key_bands and (windowed := [x.index for x in chosen if x.kind == "window"]):
+    if part.key_intervals and (windowed := [x.index for x in chosen if x.kind == "window"]):
         raise ValueError(
             f"{part.name} restricts or remaps far keys; the sliding-window layers {windowed} have none: leave them out of "
             "`layers`"

@@ -160,9 +160,9 @@ class LayerPlan:
         """
         if self.observer is not None or self.config is None or self.config.backend != "auto":
             return 0, 0
-        bands = self.config.key_bands
-        others = [m.identity_below for m in self.config.methods if m not in bands]
-        return min((m.identity_below for m in bands), default=math.inf), min(others, default=math.inf)
+        intervals = self.config.key_intervals
+        others = [m.identity_below for m in self.config.methods if m not in intervals]
+        return min((m.identity_below for m in intervals), default=math.inf), min(others, default=math.inf)
 
     @functools.cached_property
     def kind(self) -> object:

@@ -67,7 +67,7 @@ class DualChunk(Positions):
         older = min(2 * c - 1, s) - j % c
         return torch.where(apart <= 0, i - j, torch.where(apart == 1, (i % c + c).clamp(max=s) - j % c, older)).double()
 
-    def bands(self, i: Tensor) -> list[KeyInterval]:
+    def intervals(self, i: Tensor) -> list[KeyInterval]:
         c, s = self.step, known(self.chunk)
         edge = i // c * c
 

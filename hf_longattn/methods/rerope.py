@@ -34,7 +34,7 @@ class ReRope(Window, Positions):
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
         return (i - j).double().clamp(max=known(self.window))
 
-    def bands(self, i: Tensor) -> list[KeyInterval]:
+    def intervals(self, i: Tensor) -> list[KeyInterval]:
         w = known(self.window)
         return [KeyInterval(first=i - w + 1), capped(i - w, w)]
 
@@ -82,6 +82,6 @@ class LeakyReRope(Window, Positions):
         near = t.double().reshape(*t.shape, *[1] * (far.ndim - t.ndim))
         return torch.where(near < w, near, w + far)
 
-    def bands(self, i: Tensor) -> list[KeyInterval]:
+    def intervals(self, i: Tensor) -> list[KeyInterval]:
         w = known(self.window)
         return [KeyInterval(first=i - w + 1), KeyInterval(last=i - w, query=lambda i: self.leaky(i - w) + w, key=self.leaky)]

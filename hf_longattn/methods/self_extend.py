@@ -44,7 +44,7 @@ class SelfExtend(Window, Positions):
         w, g = known(self.window), self.group
         return torch.where(i - j < w, i - j, i // g - j // g + w - w // g).double()
 
-    def bands(self, i: Tensor) -> list[KeyInterval]:
+    def intervals(self, i: Tensor) -> list[KeyInterval]:
         w, g = known(self.window), self.group
         far = KeyInterval(last=i - w, query=lambda i: (i // g + w - w // g).double(), key=lambda j: (j // g).double())
         return [KeyInterval(first=i - w + 1), far]

@@ -61,6 +61,6 @@ class StringRemap(Positions):
         t, s = i - j, known(self.shift)
         return torch.where(t < s, t, t - s + known(self.window)).double()
 
-    def bands(self, i: Tensor) -> list[KeyInterval]:
+    def intervals(self, i: Tensor) -> list[KeyInterval]:
         s = known(self.shift)
         return [KeyInterval(first=i - s + 1), KeyInterval(last=i - s, query=lambda i: (i - s + known(self.window)).double())]

@@ -30,7 +30,7 @@ class Windowed(Window, Visibility):
     def visible(self, i: Tensor, j: Tensor) -> Tensor:
         return (i - j).abs() < known(self.window)
 
-    def bands(self, i: Tensor) -> list[KeyInterval]:
+    def intervals(self, i: Tensor) -> list[KeyInterval]:
         return [near(i, known(self.window))]
 
 
@@ -79,7 +79,7 @@ class Streaming(Window, Visibility):
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
         return torch.where(i - j < known(self.window), i - j, self.cap(i) - j).double()
 
-    def bands(self, i: Tensor) -> list[KeyInterval]:
+    def intervals(self, i: Tensor) -> list[KeyInterval]:
         w = known(self.window)
         return [near(i, w), KeyInterval(last=(i - w).clamp(max=self.sinks - 1), query=lambda i: self.cap(i).double())]
 
@@ -108,6 +108,6 @@ class LmInfinite(Streaming):
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
         return (i - j).double().clamp(max=known(self.window))
 
-    def bands(self, i: Tensor) -> list[KeyInterval]:
+    def intervals(self, i: Tensor) -> list[KeyInterval]:
         w = known(self.window)
         return [near(i, w), capped((i - w).clamp(max=self.sinks - 1), w)]

@@ -100,7 +100,7 @@ class YarnBeyond(Positions):
     def rescaled(self, i: Tensor, j: Tensor) -> Tensor:
         return (i >= known(self.train_length)) & torch.ones_like(j, dtype=torch.bool)
 
-    def bands(self, i: Tensor) -> list[KeyInterval]:
+    def intervals(self, i: Tensor) -> list[KeyInterval]:
         late = i >= known(self.train_length)
         within, beyond = torch.where(late, -1, NEVER), torch.where(late, 0, NEVER)
         return [

@@ -68,14 +68,14 @@ def check_rotation(name: str, facts: ModelFacts, stack: bool) -> None:
         )
 
 
-class KeyBands(Method, ABC):
+class KeyIntervals(Method, ABC):
     """Which earlier keys a query sees, and at which distances the rotary encoding shows them: both by intervals of keys.
 
     Two slots are made of this: `positions` changes distances, `visibility` hides keys and may change distances too.
     """
 
     @abstractmethod
-    def bands(self, i: Tensor) -> list[KeyInterval]:
+    def intervals(self, i: Tensor) -> list[KeyInterval]:
         """The visible keys of query positions i as disjoint intervals, nearest first."""
 
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class KeyBands(Method, ABC):
         """See `Spectrum`."""
         return inv_freq, 1.0
 
-    #: Why distances are not defined for tokens at several positions each (M-RoPE), in words; None: they are, by the bands.
+    #: Why distances are not defined for tokens at several positions each (M-RoPE), in words; None: they are, by the intervals.
     why_one_axis: ClassVar[str | None] = None
     #: True if distances may be changed in a model that scales them already.
     stack: bool = False
@@ -111,7 +111,7 @@ class KeyBands(Method, ABC):
     @property
     def remaps(self) -> bool:
         """True if distances change."""
-        return type(self).distance is not KeyBands.distance
+        return type(self).distance is not KeyIntervals.distance
 
     def reach(self, train_length: int) -> int | None:
         """The longest text in which no distance is shown as train_length or more; None where there is no such limit."""
@@ -122,25 +122,25 @@ class KeyBands(Method, ABC):
             return x[..., 0] if x.ndim > like.ndim else x
 
         i, j = torch.arange(12)[:, None], torch.arange(12)
-        for n, band in enumerate(self.bands(j)):
-            ends, remaps = {"first": band.first, "last": band.last}, {"query": band.query, "key": band.key}
-            yield from ((f"bands()[{n}].{name}", end, j) for name, end in ends.items() if end is not None)
+        for n, interval in enumerate(self.intervals(j)):
+            ends, remaps = {"first": interval.first, "last": interval.last}, {"query": interval.query, "key": interval.key}
+            yield from ((f"intervals()[{n}].{name}", end, j) for name, end in ends.items() if end is not None)
             shown = {name: of_one_head(remap(j), j).nan_to_num() for name, remap in remaps.items() if remap is not None}
-            yield from ((f"bands()[{n}].{name}", positions, j.double()) for name, positions in shown.items())
+            yield from ((f"intervals()[{n}].{name}", positions, j.double()) for name, positions in shown.items())
         distances = (i - j).double()
         yield "distance", of_one_head(self.distance(i, j), distances).nan_to_num(), distances  # of keys ahead it may be none
         _check_bands(self)
 
 
-def _check_bands(method: KeyBands) -> None:
-    """Raise ValueError unless every key that a query sees lies in one band, at the distance that the method states.
+def _check_bands(method: KeyIntervals) -> None:
+    """Raise ValueError unless every key that a query sees lies in one interval, at the distance that the method states.
 
-    Looks at queries near the first positions and near powers of two, and for each at the keys at both edges of its bands.
+    Looks at queries near the first positions and near powers of two, and for each at the keys at both edges of its intervals.
     """
     near_powers = [2**k + d for k in range(5, 18) for d in (-1, 0, 1)]
     i = torch.tensor([*range(24), *near_powers])
-    bands, whole = method.bands(i), torch.full_like(i, 0)
-    edges = [(whole if b.first is None else b.first, i if b.last is None else b.last) for b in bands]
+    intervals, whole = method.intervals(i), torch.full_like(i, 0)
+    edges = [(whole if b.first is None else b.first, i if b.last is None else b.last) for b in intervals]
     looked_at = [whole, whole + 1, i // 2, i, *(edge + d for ends in edges for edge in ends for d in (-1, 0, 1))]
     j = torch.minimum(torch.stack(looked_at, 1).clamp(min=0), i[:, None])
     i = i[:, None]
@@ -152,24 +152,26 @@ def _check_bands(method: KeyBands) -> None:
             row, column = pairs.nonzero()[0].tolist()
             raise ValueError(f"of the query at {int(i[row, 0])} and the key at {int(j[row, column])} {said(row, column)}")
 
-    refuse(inside.sum(0) > 1, lambda *_: "two bands hold the pair, which would count twice: bands() must be disjoint")
-    refuse(seen & ~inside.any(0), lambda *_: "no band holds the pair, which would not be seen: bands() leaves a gap")
-    refuse(~seen & inside.any(0), lambda *_: "a band holds the pair, which visible() hides")
+    refuse(inside.sum(0) > 1, lambda *_: "two intervals hold the pair, which would count twice: intervals() must be disjoint")
+    refuse(seen & ~inside.any(0), lambda *_: "no interval holds the pair, which would not be seen: intervals() leaves a gap")
+    refuse(~seen & inside.any(0), lambda *_: "an interval holds the pair, which visible() hides")
     stated = method.distance(i, j)
-    for n, band in enumerate(bands):
-        f, g = ((x.double() if to is None else to(x)) for to, x in ((band.query, i), (band.key, j)))
+    for n, interval in enumerate(intervals):
+        f, g = ((x.double() if to is None else to(x)) for to, x in ((interval.query, i), (interval.key, j)))
         f, g, want = (x if x.ndim == 3 else x[..., None] for x in (f, g, stated))  # heads
         wrong = inside[n, ..., None] & ~torch.isclose(f - g, want, rtol=1e-9, atol=1e-6)
 
         def said(row: int, column: int, n: int = n, shown: Tensor = f - g, want: Tensor = want, wrong: Tensor = wrong) -> str:
             head = int(wrong[row, column].nonzero()[0])
-            of_band, of_method = (float(x.expand_as(wrong)[row, column, head]) for x in (shown, want))
-            return f"distance() is {of_method:g}, and its band, bands()[{n}], shows query(i) - key(j) = {of_band:g}"
+            of_interval, of_method = (float(x.expand_as(wrong)[row, column, head]) for x in (shown, want))
+            return (
+                f"distance() is {of_method:g}, and its interval, intervals()[{n}], shows query(i) - key(j) = {of_interval:g}"
+            )
 
         refuse(wrong.any(-1), said)
 
 
-class Window(KeyBands):
+class Window(KeyIntervals):
     """A method that changes only keys that are `window` tokens away and farther, `window` being a field of it."""
 
     window: int | None
@@ -199,8 +201,8 @@ class Window(KeyBands):
         return self.window or 0
 
 
-class Positions(KeyBands):
-    """The distance that the rotary encoding shows for a pair, in place of the true one; every key is in one of the bands."""
+class Positions(KeyIntervals):
+    """The distance that the rotary encoding shows for a pair, in place of the true one; every key is in an interval."""
 
     slot: ClassVar[str] = "positions"
 
@@ -208,7 +210,7 @@ class Positions(KeyBands):
     def distance(self, i: Tensor, j: Tensor) -> Tensor: ...
 
 
-class Visibility(KeyBands):
+class Visibility(KeyIntervals):
     """Which of the earlier keys a query sees."""
 
     slot: ClassVar[str] = "visibility"

@@ -107,7 +107,7 @@ def register(method: M) -> M:
     Raises:
         ValueError: it is not a method or no dataclass, its name is taken (by a method, or by an attention of transformers) or
             not a word, its slot is unknown, or a function that its slot asks for raises on tiny tensors, or gives other shapes
-            or dtypes than the slot says, NaN or infinity, or bands that overlap, leave gaps or show other distances than
+            or dtypes than the slot says, NaN or infinity, or intervals that overlap, leave gaps or show other distances than
             `distance`. The class is named.
     """
     _check(method)

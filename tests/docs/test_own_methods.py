@@ -214,7 +214,7 @@ def test_a_mistake_in_a_method_is_found_as_it_is_registered(forgotten: None, mis
 
 
 def shifted(first: int = 1, far: float = 0.0, window: int = 1024) -> type:
-    """Distances beyond the window are those to it; its bands begin elsewhere, or show others."""
+    """Distances beyond the window are those to it; its intervals begin elsewhere, or show others."""
 
     @dataclass(frozen=True, kw_only=True)
     class Shifted(Positions):
@@ -224,7 +224,7 @@ def shifted(first: int = 1, far: float = 0.0, window: int = 1024) -> type:
         def distance(self, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
             return (i - j).double().clamp(max=window)
 
-        def bands(self, i: torch.Tensor) -> list[KeyInterval]:
+        def intervals(self, i: torch.Tensor) -> list[KeyInterval]:
             beyond = capped(i - window, window)
             return [KeyInterval(first=i - window + first), replace(beyond, key=lambda j: torch.zeros_like(j).double() + far)]
 
@@ -242,7 +242,7 @@ def hiding(sees: int, window: int = 300) -> type:
         def visible(self, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
             return i - j < window
 
-        def bands(self, i: torch.Tensor) -> list[KeyInterval]:
+        def intervals(self, i: torch.Tensor) -> list[KeyInterval]:
             return [KeyInterval(first=i - sees + 1)]
 
     return Hiding
@@ -251,12 +251,15 @@ def hiding(sees: int, window: int = 300) -> type:
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        (shifted(first=2), "of the query at 1023 and the key at 0 no band holds the pair, .* leaves a gap"),
-        (shifted(first=0), "of the query at 1024 and the key at 0 two bands hold the pair, .* must be disjoint"),
-        (shifted(far=0.5), r"distance\(\) is 1024, and its band, bands\(\)\[1\], shows query\(i\) - key\(j\) = 1023.5"),
+        (shifted(first=2), "of the query at 1023 and the key at 0 no interval holds the pair, .* leaves a gap"),
+        (shifted(first=0), "of the query at 1024 and the key at 0 two intervals hold the pair, .* must be disjoint"),
+        (
+            shifted(far=0.5),
+            r"distance\(\) is 1024, and its interval, intervals\(\)\[1\], shows query\(i\) - key\(j\) = 1023.5",
+        ),
         (shifted(far=float("nan")), "shows .* = nan"),
-        (hiding(299), "no band holds the pair"),
-        (hiding(301), r"a band holds the pair, which visible\(\) hides"),
+        (hiding(299), "no interval holds the pair"),
+        (hiding(301), r"an interval holds the pair, which visible\(\) hides"),
     ],
 )
 def test_bands_that_contradict_the_method_are_refused(forgotten: None, method: type, message: str) -> None:

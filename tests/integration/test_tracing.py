@@ -258,7 +258,7 @@ def test_one_graph_serves_padded_batches_of_every_size(family: str) -> None:
     assert len(frames) == 1
 
 
-#: A case of each slot, and of each way in which bands of keys move; apart those that say how long the model was trained.
+#: A case of each slot, and of each way in which intervals of keys move; apart those that say how long the model was trained.
 TOGETHER = (
     INNER,
     ("cosscale", "attention_sink_learned", "output_layer_norm", "self_extend", "dual_chunk", "streaming+adaptive"),

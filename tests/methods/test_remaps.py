@@ -341,7 +341,7 @@ def test_rows_within_are_what_they_were(q_len: int, blocks: int, tile_elements: 
 
 @pytest.mark.parametrize("name", ["rerope", "leaky_rerope", "string_remap", "yarn_beyond"])
 def test_a_short_text_pays_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bands in which no row sees a key are left out: nothing is re-rotated."""
+    """Intervals in which no row sees a key are left out: nothing is re-rotated."""
     monkeypatch.setattr(by_segment, "rotate", lambda *_: pytest.fail("re-rotated"))
     config = LongAttnConfig.preset(name, **WIDE.get(name, {"train_length": 30}))
     query, key, value = raw()

@@ -38,7 +38,7 @@ class SeenSegment(NamedTuple):
             `angles` beside it what gives the sine part, (..., 2 head_dim).
         angles: of keys (see `RotationDelta.by_feature`), (batch or 1, key heads or 1, keys, head_dim); None: they stay.
         beyond: the same, of keys behind them too.
-        band: those of segments with the same number are turned alike.
+        interval: those of segments with the same number are turned alike.
     """
 
     columns: slice
@@ -46,7 +46,7 @@ class SeenSegment(NamedTuple):
     turn: Tensor | None
     angles: tuple[Tensor, Tensor] | None
     beyond: tuple[Tensor, Tensor] | None
-    band: int
+    interval: int
 
     @property
     def size(self) -> int:
@@ -100,8 +100,8 @@ def _seen(plan: AttentionPlan, segment: Segment, columns: slice, own: Tensor | N
             cos, sin = (x.transpose(1, 2)[..., None, None, :].to(wide) for x in by_feature)
             turn = torch.addcmul(turn * cos, other, sin)
         turn = turn.flatten(-2)
-    band = 0 if segment.key is None else segment.key.band
-    return SeenSegment(slice(columns.start - first, columns.stop - first), own, turn, angles, beyond, band)
+    interval = 0 if segment.key is None else segment.key.interval
+    return SeenSegment(slice(columns.start - first, columns.stop - first), own, turn, angles, beyond, interval)
 
 
 class FewOnCPU:
@@ -369,7 +369,7 @@ class FewOnCPU:
             return (k / _norms(own) if normed else k).to(key.dtype)
 
         assert made is not None
-        return made.get((segment.band if segment.beyond is not None else ("own", n), normed), columns, until, turn)
+        return made.get((segment.interval if segment.beyond is not None else ("own", n), normed), columns, until, turn)
 
     def _place(self, n: int, key: Tensor) -> tuple[slice, int]:
         """A segment's columns of all keys in the cache, and where these end."""
