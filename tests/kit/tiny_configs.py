@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -66,7 +67,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"] * 2},
     "ernie4_5_vl_moe_text": {"rope_parameters": _SECTIONS | {"mrope_section": [1, 1, 2]}},
     "exaone4_5": {"text_config": _BYTES | {"model_type": "exaone4", "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}},
-    "glm4v_moe_text": {"rope_parameters": _SECTIONS},
+    "glm4v_moe_text": {"rope_parameters": _SECTIONS | {"partial_rotary_factor": 1.0}},
     "glm4v_text": {"rope_parameters": _SECTIONS},
     "glm5_next_text": {"qk_rope_head_dim": 0},
     "glm_ocr_text": {"rope_parameters": _SECTIONS},
@@ -161,7 +162,7 @@ def tiny(cls: type[PreTrainedConfig]) -> PreTrainedConfig:
 
 
 def arguments(cls: type[PreTrainedConfig]) -> dict[str, Any]:
-    own = OVERRIDES.get(cls.model_type, {})
+    own = copy.deepcopy(OVERRIDES.get(cls.model_type, {}))  # configs write into what they are given
     try:
         default = cls()
     except Exception:
