@@ -264,6 +264,8 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
                 f"{section.get('name', 'scale_invariant')!r}" + ("" if "name" in section else ", or whichever it is")
             )
         runs = get_implementation(language_config(self.config))
+        if runs == "vllm":
+            return  # `engines.vllm` puts it in
         if runs is not None and runs.removeprefix("paged|") not in STOCK:
             raise ValueError(
                 f"the checkpoint (or the config) was made under {LongAttnConfig.parse(section).name}, and attn_implementation="
