@@ -130,6 +130,6 @@ def _interval(coefficients: tuple[float, ...], threshold: float, saturate: bool)
     )
     if numpy.polyval(coefficients, threshold) >= 1 or not 1 <= len(crossings) <= 2 - saturate:
         return None, top
-    low, high = (*crossings, top)[:2]
+    low, high = crossings[0], crossings[1] if len(crossings) == 2 else top
     inside = low + 1 if high is None else (low + high) / 2  # a crossing at the threshold itself may have been rounded away
     return (low, high) if numpy.polyval(coefficients, inside) > 1 else (None, top)
