@@ -184,6 +184,23 @@ def test_layers_computed_again_in_a_backward_pass_run_the_method_of_their_forwar
         loss.backward()
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_method_that_was_given_back_before_the_backward_pass_is_no_other(reentrant: bool) -> None:
+    m, ids = fresh("llama", CASES["rerope"]).train(), tokens(1)
+    enable = getattr(m, "activation_checkpointing_enable", m.gradient_checkpointing_enable)
+    enable({"use_reentrant": reentrant})
+    found = []
+    for between in (None, CASES["alibi"]):
+        m.zero_grad()
+        loss = m(ids, use_cache=False).logits.sin().sum()
+        if between is not None:
+            with hf_longattn.using(m, between), torch.no_grad():
+                m(ids, use_cache=False)
+        loss.backward()
+        found.append(m.model.layers[0].self_attn.q_proj.weight.grad.clone())
+    close(found[1], found[0], 0)
+
+
 def test_an_interrupted_pass_is_over() -> None:
     m = fresh("llama", CASES["rerope"])
     interrupt(m)
