@@ -80,9 +80,10 @@ class LongAttnConfig:
                 f"this longattn section has format version {self.version!r}; this hf_longattn reads version "
                 f"{FORMAT_VERSION}: install the release that wrote it"
             )
-        if not all(isinstance(part, (str, Mapping, LongAttnConfig)) for part in self.parts or ()):
+        parts = (self.parts,) if isinstance(self.parts, (str, Mapping, LongAttnConfig)) else tuple(self.parts or ())
+        if not all(isinstance(part, (str, Mapping, LongAttnConfig)) for part in parts):
             raise ValueError(NO_PARTS)
-        object.__setattr__(self, "parts", tuple(map(LongAttnConfig.parse, self.parts or ())))
+        object.__setattr__(self, "parts", tuple(map(LongAttnConfig.parse, parts)))
         for slot in SLOTS:
             object.__setattr__(self, slot, _method_in(slot, getattr(self, slot)))
         object.__setattr__(self, "layers", _layers(self.layers))

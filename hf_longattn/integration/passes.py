@@ -21,7 +21,7 @@ from .caches import Numbering, cache_in, record_of, values_of
 from .internals import frame_above, get_implementation, is_compiled, is_running
 from .layers import View
 from .names import raw_section
-from .state import AttentionState, LayerPlan, gate_of, model_of, plan_of, refuse_abroad
+from .state import AttentionState, LayerPlan, at_gate, model_of, plan_of, refuse_abroad
 
 _AXES = "this call's tokens are at several positions each, as those of pictures are in a model with M-RoPE, and "
 COMPILED = _AXES + "a remap of rotary distances reads them where nothing is compiled: call without torch.compile"
@@ -195,7 +195,14 @@ def find(module: Any, mask: Tensor | None, handed: Tensor | None, traced: bool) 
         )
     if (traced or now is None) and plan.whole is not raw_section(module.config):  # else it was compared as the pass began
         raise ValueError(_REPLACED)
-    if now is not None and now.frame is None and not traced and plan.index >= 0 and plan.whole is not now.whole:
+    if (
+        now is not None
+        and now.frame is None
+        and not traced
+        and plan.index >= 0
+        and plan.whole is not now.whole
+        and plan.whole != now.whole
+    ):
         raise RuntimeError(_RECOMPUTED)
     if now is None:  # a layer by itself, or one that is compiled by itself
         if not traced:
@@ -248,10 +255,12 @@ def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...],
     if outer is not None and outer.state is state:  # a pass inside another
         now.probed = outer.probed
     else:
-        gate = gate_of(state)
-        with gate.lock:  # a change in another thread comes to its end first
+        with at_gate(lambda: vars(model).get("_longattn") or state) as gate:  # a change comes to its end first
+            if (there := vars(model).get("_longattn")) is None:
+                return  # it took the method out
+            now.state = state = there
             _prepare(state, model)
-            gate.running[:] = [*(other for other in gate.running if other.runs), now]
+            gate.let_in(now)
     now.whole = state.whole
     state.claims.settle()
     if cache is not None and record_of(cache).get("uneven"):
@@ -288,8 +297,6 @@ def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:
     if now is None or now.frame not in (frame_above(1), frame_above(2)):
         return  # it raised before it began, or the hook came in its midst
     _PASS.set(now.outer)
-    if now in (running := gate_of(state).running):
-        running.remove(now)
     if output is None and now.cache is not None and bool(now.cache.get_seq_length() != now.held):
         record_of(now.cache)["uneven"] = True  # it failed, and layers behind the one that did have written nothing
     cache = cache_in(values_of(output))  # None where the pass failed

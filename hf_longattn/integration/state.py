@@ -26,7 +26,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +104,7 @@ class AttentionState:
             set_record(c, section=config)
         self.whole = config
         self.layers = tuple(x.index for x in view.candidates)
+        _GATES.setdefault(self, gate_of(view.model))  # at which the change that puts it there stands
         vars(view.inner)["_longattn"] = self
         value = config.strength
         if value is None:
@@ -271,11 +272,20 @@ class Gate:
 
     Args:
         lock: held by a pass as it begins, and by a change to its end. Nests.
-        running: the `ForwardContext` of each pass that has not ended; an interrupted one stays, and does not run.
+        begun: the `ForwardContext` of each pass that began, weakly: one that a thread left behind when it died is over.
     """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
-    running: list[Any] = field(default_factory=list)
+    begun: list[ref[Any]] = field(default_factory=list)
+
+    @property
+    def running(self) -> list[ref[Any]]:
+        """The passes that have not ended."""
+        return [one for one in self.begun if (now := one()) is not None and now.runs]
+
+    def let_in(self, now: Any) -> None:
+        """Note a pass that begins, and forget those that are over."""
+        self.begun[:] = [*self.running, ref(now)]
 
 
 #: By state, or by model where no method came yet.
@@ -290,6 +300,17 @@ def gate_of(of: Any) -> Gate:
 
 
 @contextmanager
+def at_gate(of: Callable[[], Any]) -> Iterator[Gate]:
+    """Hold the gate of what a function returns: another state, where a change put one there while this thread waited."""
+    while True:
+        gate = gate_of(of())
+        with gate.lock:
+            if gate_of(of()) is gate:
+                yield gate
+                return
+
+
+@contextmanager
 def changing(model: nn.Module, beside_passes: bool = False) -> Iterator[View]:
     """A change of a model's attention, beside which no other thread changes it and no pass begins.
 
@@ -300,9 +321,7 @@ def changing(model: nn.Module, beside_passes: bool = False) -> Iterator[View]:
         RuntimeError: a forward pass of the model runs.
     """
     base = pretrained(model)
-    gate = gate_of(state_of(base) or base)
-    with gate.lock:
-        gate.running[:] = [now for now in gate.running if now.runs]
+    with at_gate(lambda: state_of(base) or base) as gate:
         if gate.running and not beside_passes:
             raise RuntimeError(
                 f"the attention of {type(base).__name__} is changed while a forward pass of it runs, in another thread or in "

@@ -128,6 +128,8 @@ def _interval(coefficients: tuple[float, ...], threshold: float, saturate: bool)
     crossings = sorted(
         float(x.real) for x in roots if abs(x.imag) < 1e-9 and threshold < x.real < (math.inf if top is None else top)
     )
-    if not crossings or numpy.polyval(coefficients, threshold) >= 1 or len(crossings) > 2:
+    if numpy.polyval(coefficients, threshold) >= 1 or not 1 <= len(crossings) <= 2 - saturate:
         return None, top
-    return crossings[0], crossings[1] if top is None and len(crossings) == 2 else top
+    low, high = crossings[0], crossings[1] if len(crossings) == 2 else top
+    inside = low + 1 if high is None else (low + high) / 2  # a crossing at the threshold itself may have been rounded away
+    return (low, high) if numpy.polyval(coefficients, inside) > 1 else (None, top)

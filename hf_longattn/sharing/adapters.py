@@ -290,8 +290,8 @@ def _disable_adapter(original: Any, self: PeftModel) -> Iterator[None]:
 
 
 def _disable_adapter_layers(original: Any, self: Any) -> None:
+    _off(self.peft_config, self.model)  # first: beside a pass it is refused
     original(self)
-    _off(self.peft_config, self.model)
 
 
 def _enable_adapter_layers(original: Any, self: Any) -> None:
@@ -309,8 +309,8 @@ def _unload(original: Any, self: BaseTuner, *args: Any, **kwargs: Any) -> Any:
 
 
 def _disable_adapters(original: Any, self: PreTrainedModel) -> None:
+    _off(vars(self).get("peft_config") or {}, self)
     original(self)
-    _off(self.peft_config, self)
 
 
 def _enable_adapters(original: Any, self: PreTrainedModel) -> None:

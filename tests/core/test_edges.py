@@ -169,6 +169,15 @@ def test_adaptive_factor_for_every_entropy(beyond: str) -> None:
     assert factor[-1].item() == pytest.approx(1.0 if beyond == "published" else factor.max().item(), abs=1e-12)
 
 
+@pytest.mark.parametrize("ulps", [-1, 0, 1])
+@pytest.mark.parametrize("threshold", [0.8485819960098685, 5.9445208279051585])  # where the published polynomial is 1
+def test_adaptive_factor_with_its_threshold_at_a_crossing(threshold: float, ulps: int) -> None:
+    method = AdaptiveTemperature(threshold=threshold + ulps * math.ulp(threshold))
+    entropy = torch.tensor([0.0, 0.5, 2.0, 4.4, 7.0, 15.0], dtype=torch.float64)
+    want = AdaptiveTemperature().factor(entropy) if threshold < 1 else torch.ones(6, dtype=torch.float64)
+    assert (method.factor(entropy) - want).abs().max() <= 1e-12
+
+
 # random calls of random methods -----------------------------------------------------------------------------------------
 
 OPTIONS: dict[str, st.SearchStrategy[Any]] = {

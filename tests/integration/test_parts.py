@@ -138,6 +138,13 @@ def test_mistakes_are_answered(mistake: str) -> None:
         hf_longattn.apply(stock("llama"), parts)
 
 
+def test_parts_in_any_collection_are_the_same_parts() -> None:
+    want = LongAttnConfig(parts=(NEAR, MAP))
+    assert LongAttnConfig(parts=[NEAR, MAP]) == want  # type: ignore[arg-type]
+    assert LongAttnConfig(parts=(part for part in (NEAR, MAP))) == want  # type: ignore[arg-type]
+    assert LongAttnConfig(parts=NEAR) == LongAttnConfig(parts=(NEAR,))  # type: ignore[arg-type]
+
+
 def test_a_whole_says_of_itself_what_its_parts_say() -> None:
     whole = LongAttnConfig(parts=(NEAR, MAP.replace(backend="tiled")))
     assert (whole.layers, whole.backend, whole.name) == ((0, 1, 2), "auto", "rerope|scale_invariant")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import multiprocessing
 import os
 import pickle
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,14 +18,15 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES
-from helpers import close, fresh, logits, tokens
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from helpers import close, fresh, logits, stock, tokens
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
+from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.observer import observe
 from hf_longattn.integration.passes import current_pass
-from hf_longattn.integration.state import changing, disable
+from hf_longattn.integration.state import changing, disable, gate_of, state_of
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +118,55 @@ def test_a_pass_that_begins_beside_a_change_waits_for_it() -> None:
         close(passing.result(timeout=60), want, 1e-6)
 
 
+def waiting(m: Any, what: Callable[[], Any], before: Callable[[], Any]) -> Any:
+    """What another thread returns that reaches the gate of a model before that is changed."""
+    gate = gate_of(state_of(m) or m)
+    asked = threading.Event()
+
+    class Lock:
+        def __enter__(self) -> None:
+            asked.set()
+            held.acquire()
+
+        def __exit__(self, *_: Any) -> None:
+            held.release()
+
+    held = gate.lock
+    with ThreadPoolExecutor(1) as pool, changing(m):
+        gate.lock = Lock()  # type: ignore[assignment]
+        other = pool.submit(what)
+        assert asked.wait(60)
+        gate.lock = held
+        before()
+    return other.result(timeout=60)
+
+
+def anew(m: Any) -> None:
+    hf_longattn.apply(hf_longattn.remove(m), CASES["alibi"])
+
+
+def test_a_pass_that_waited_while_a_method_was_taken_out_runs_what_is_there() -> None:
+    m, ids = fresh("llama", CASES["rerope"]), tokens(1)
+    logits(m, ids)  # its layers are known to lie as they do
+    want = logits(hf_longattn.apply(copy.deepcopy(m), CASES["alibi"]), ids)
+    close(waiting(m, lambda: logits(m, ids), lambda: anew(m)), want, 1e-6)
+    plain = logits(hf_longattn.remove(copy.deepcopy(m)), ids)
+    close(waiting(m, lambda: logits(m, ids), lambda: hf_longattn.remove(m)), plain, 1e-6)
+    assert current_pass() is None
+
+
+@pytest.mark.parametrize("first", [hf_longattn.remove, lambda m: hf_longattn.apply(m, CASES["alibi"]), anew])
+def test_a_change_that_waited_for_one_that_put_another_state_there_keeps_passes_out(first: Any) -> None:
+    m = fresh("llama", CASES["rerope"]) if first in (anew, hf_longattn.remove) else stock("llama")
+
+    def second() -> bool:
+        with changing(m), ThreadPoolExecutor(1) as pool:
+            gate = gate_of(state_of(m) or m)
+            return not pool.submit(gate.lock.acquire, False).result(timeout=60)
+
+    assert waiting(m, second, lambda: first(m))
+
+
 def test_another_model_changes_beside_a_pass() -> None:
     m, other, ids = fresh("llama", CASES["rerope"]), fresh("llama", CASES["rerope"]), tokens(1)
     want = logits(m, ids)
@@ -184,12 +236,49 @@ def test_layers_computed_again_in_a_backward_pass_run_the_method_of_their_forwar
         loss.backward()
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_method_that_was_given_back_before_the_backward_pass_is_no_other(reentrant: bool) -> None:
+    m, ids = fresh("llama", CASES["rerope"]).train(), tokens(1)
+    enable = getattr(m, "activation_checkpointing_enable", m.gradient_checkpointing_enable)
+    enable({"use_reentrant": reentrant})
+    found = []
+    for between in (None, CASES["alibi"]):
+        m.zero_grad()
+        loss = m(ids, use_cache=False).logits.sin().sum()
+        if between is not None:
+            with hf_longattn.using(m, between), torch.no_grad():
+                m(ids, use_cache=False)
+        loss.backward()
+        found.append(m.model.layers[0].self_attn.q_proj.weight.grad.clone())
+    close(found[1], found[0], 0)
+
+
 def test_an_interrupted_pass_is_over() -> None:
     m = fresh("llama", CASES["rerope"])
     interrupt(m)
     hf_longattn.remove(m)
     assert m.config._attn_implementation == "sdpa"
     assert current_pass() is None
+
+
+def test_a_pass_that_died_with_its_thread_keeps_no_cache() -> None:
+    m, caches = fresh("llama", CASES["rerope"]), []
+
+    def die(*_: Any) -> None:
+        raise SystemExit
+
+    def run() -> None:
+        cache = DynamicCache(config=m.config)
+        caches.append(weakref.ref(cache))
+        with pytest.raises(SystemExit):
+            m(tokens(1), **{CACHE: cache})
+
+    m.model.layers[1].register_forward_pre_hook(die)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    gc.collect()
+    assert [cache() for cache in caches] == [None]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

@@ -133,6 +133,23 @@ def test_every_loader_gives_the_same_model(
 # switched off -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "switch", [lambda m: m.disable_adapter().__enter__(), lambda m: m.base_model.disable_adapter_layers()]
+)
+def test_switching_off_in_a_pass_is_refused_and_changes_nothing(switch: Any) -> None:
+    m = peft.get_peft_model(hf_longattn.apply(stock("llama"), PLAIN), lora())
+    want = logits(m)
+
+    def off(*_: Any) -> None:
+        with pytest.raises(RuntimeError, match="while a forward pass of it runs"):
+            switch(m)
+
+    handle = m.base_model.model.model.layers[1].register_forward_pre_hook(off)
+    close(logits(m), want, 0)
+    handle.remove()
+    close(logits(m), want, 0)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("method", ["scale_invariant", "learned"])
 def test_switched_off_it_is_the_base_model(family: str, method: str, bases: dict[str, Path]) -> None:
