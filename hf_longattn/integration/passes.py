@@ -195,14 +195,7 @@ def find(module: Any, mask: Tensor | None, handed: Tensor | None, traced: bool) 
         )
     if (traced or now is None) and plan.whole is not raw_section(module.config):  # else it was compared as the pass began
         raise ValueError(_REPLACED)
-    if (
-        now is not None
-        and now.frame is None
-        and not traced
-        and plan.index >= 0
-        and plan.whole is not now.whole
-        and plan.whole != now.whole
-    ):
+    if now is not None and now.frame is None and not traced and plan.index >= 0 and plan.whole != now.whole:
         raise RuntimeError(_RECOMPUTED)
     if now is None:  # a layer by itself, or one that is compiled by itself
         if not traced:
