@@ -71,6 +71,12 @@ def ratio(row: dict[str, Any]) -> str:
     return f"{row['ratio']:.2f} ({row['ratio_p20']:.2f}–{row['ratio_p80']:.2f})"
 
 
+def median(row: dict[str, Any]) -> str:
+    """The ratio of a table, with its percentiles where one of them is more than a tenth off."""
+    off = max(row["ratio_p80"] / row["ratio"], row["ratio"] / row["ratio_p20"])
+    return ratio(row) if off > 1.1 else f"{row['ratio']:.2f}"
+
+
 def exponent(rows: Rows) -> float:
     """The slope of log memory against log length, by least squares."""
     lengths, peaks = ([math.log(r[key]) for r in rows] for key in ("length", "peak_mib"))
@@ -106,8 +112,8 @@ def table(rows: Rows, words: list[str]) -> str:
     if has == "peak_mib":
         return by_length(rows, lambda r: f"{r['peak_mib']:,.0f}", lambda own: f"{exponent(own):.2f}" if len(own) > 2 else "–")
     if "seconds" in rest:
-        return by_length(rows, lambda r: f"{1000 * r['seconds']:.3g} ms, {ratio(r)}")
-    return by_length([r for r in rows if (r["method"], r["backend"]) != SDPA], ratio)
+        return by_length(rows, lambda r: f"{1000 * r['seconds']:.3g} ms, {median(r)}")
+    return by_length([r for r in rows if (r["method"], r["backend"]) != SDPA], median)
 
 
 def host() -> str:
@@ -130,7 +136,7 @@ def generation() -> str:
     for (mode, batch, length), own in itertools.groupby(rows, lambda r: (r["mode"], r["batch"], r["length"])):
         by_name = {(r["method"], r["backend"]): r for r in own}
         what = f"{batch} × {length:,}" if mode == "generate" else f"{batch} × mixed, {mode}"
-        cells = [f"{r['tokens_per_second']:g} ({ratio(r)})" for r in (by_name[name] for name in names)]
+        cells = [f"{r['tokens_per_second']:g} ({median(r)})" for r in (by_name[name] for name in names)]
         lines.append([what, *cells])
     return markdown(["sequences × context", *names.values()], lines)
 
