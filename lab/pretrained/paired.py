@@ -48,16 +48,18 @@ def interval(values: Sequence[float]) -> str:
 
 
 def shown(values: Sequence[float]) -> str:
-    return f"{interval(values)} ({sum(d < 0 for d in values)} of {len(values)})" if values else "–"
+    return interval(values) if values else "–"
 
 
 def less(rows: list[Row], other: str, prose: Callable[[list[Pair]], str], head: str) -> str:
-    """Every setting less another: all copies, those from up to the trained length back, those from farther, and prose."""
+    """Every setting less another: all copies, with how many are better, near and far ones (`COPIES`), and prose."""
     body = {}
     for name in dict.fromkeys(r["name"] for r in rows if r["name"] != other):
         if pairs := by_text(rows, name, other):
-            body[name] = [*(shown(differences(pairs, which)) for which in ("all", "near", "far")), prose(pairs)]
-    return lines([f"less {other}", "all copies", "up to the trained length back", "from farther back", head], body)
+            every, near, far = (differences(pairs, which) for which in ("all", "near", "far"))
+            better = f"{shown(every)} ({sum(d < 0 for d in every)} of {len(every)})"
+            body[name] = [better, shown(near), shown(far), prose(pairs)]
+    return lines([f"less {other}", "all copies", "near", "far", head], body)
 
 
 def prose_less(one: Row, other: Row) -> list[float]:
