@@ -569,7 +569,7 @@ def scale_of(variant: str) -> str:
 def scales(rows: list[Row]) -> Parts:
     found = {v: means(series(rows, v, "none", "accuracy")) for v in there(rows, SCORED)}
     body = [[scale_of(v), *fixed([*x, sum(x) / len(x)], 3)] for v, x in found.items()]
-    yield markdown(["c", *(f"accuracy at {size(n)}" for n in lengths_of(rows)), "mean"], body)
+    yield markdown(["accuracy by c, at", *map(size, lengths_of(rows)), "mean"], body)
 
 
 @section("peaks", "infoscale-cosscale", only=" --only cosscale")
