@@ -12,6 +12,8 @@ from lab.markdown import Contents
 from lab.pretrained.runner import STEP, having, lines, parts
 
 Pair = tuple[Row, Row]
+#: Begins the names of settings whose method was removed; a table shows them where it names them.
+REMOVED = ("yarn_far",)
 
 #: Copies by distance, end and the trained length; those from up to that length back stand within it ("known") or beyond it.
 COPIES: dict[str, Callable[[int, int, int], bool]] = {
@@ -102,13 +104,15 @@ def marks(
 ) -> Contents:
     """What stands below marks of rows that words select.
 
-    `<!-- NAME less: WORDS | other -->`: every setting without an adapter less another; of `| label | ...` behind it, these.
+    `<!-- NAME less: WORDS | other -->`: every setting less another, without adapters and removed methods;
+    of `| label | ...` behind it, these.
     `<!-- NAME better: WORDS | one | other | what -->`, `NAME worse`: a number of a sentence, see `told`.
     """
 
     def table(what: str) -> str:
         words, (other, *only) = parts(what)
-        rows = [r for r in select(words) if (r["name"] in (other, *only) if only else "adapter" not in r)]
+        kept = [r for r in select(words) if "adapter" not in r and not r["name"].startswith(REMOVED)]
+        rows = [r for r in select(words) if r["name"] in (other, *only)] if only else kept
         return less(rows, other, prose, head) if rows else "*Not run yet.*"
 
     def number(what: str, sign: int) -> str:
