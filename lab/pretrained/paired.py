@@ -54,14 +54,15 @@ def shown(values: Sequence[float]) -> str:
 
 
 def less(rows: list[Row], other: str, prose: Callable[[list[Pair]], str], head: str) -> str:
-    """Every setting less another: all copies, with how many are better, near and far ones (`COPIES`), and prose."""
+    """Every setting less another: all copies, with how many are better, near and far ones (`COPIES`) if any is far, and prose."""
+    kinds = ["near", "far"] if any(losses(row, "far") for row in rows) else []
     body = {}
     for name in dict.fromkeys(r["name"] for r in rows if r["name"] != other):
         if pairs := by_text(rows, name, other):
-            every, near, far = (differences(pairs, which) for which in ("all", "near", "far"))
+            every = differences(pairs, "all")
             better = f"{shown(every)} ({sum(d < 0 for d in every)} of {len(every)})"
-            body[name] = [better, shown(near), shown(far), prose(pairs)]
-    return lines([f"less {other}", "all copies", "near", "far", head], body)
+            body[name] = [better, *(shown(differences(pairs, kind)) for kind in kinds), prose(pairs)]
+    return lines([f"less {other}", "all copies", *kinds, head], body)
 
 
 def prose_less(one: Row, other: Row) -> list[float]:
