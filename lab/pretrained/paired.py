@@ -54,7 +54,7 @@ def shown(values: Sequence[float]) -> str:
 
 
 def less(rows: list[Row], other: str, prose: Callable[[list[Pair]], str], head: str) -> str:
-    """Every setting less another: all copies, with how many are better, near and far ones (`COPIES`) if any is far, and prose."""
+    """Every setting less another: all copies, with how many are better, near and far ones if any is far, and prose."""
     kinds = ["near", "far"] if any(losses(row, "far") for row in rows) else []
     body = {}
     for name in dict.fromkeys(r["name"] for r in rows if r["name"] != other):

@@ -99,21 +99,32 @@ def targets(rows: Rows, where: str) -> str:
 
 
 def table(rows: Rows, words: list[str]) -> str:
-    """`WHERE targets`, `WHERE MODE ...` (ratios), `WHERE memory MODE ...`, `WHERE seconds MODE ...`; "grouped" may follow."""
+    """`WHERE targets`, `WHERE MODE ...` (ratios), `WHERE memory MODE ...`; "grouped" may follow; `WHERE whole MODEL`."""
     where, *rest = words
     if rest == ["targets"]:
         return targets(rows, where)
+    if rest[0] == "whole":
+        return whole(rows, where, rest[1])
     grouped = rest[-1] == "grouped"
-    mode = " ".join(w for w in rest if w not in ("memory", "seconds", "grouped"))
+    mode = " ".join(w for w in rest if w not in ("memory", "grouped"))
     has = "peak_mib" if "memory" in rest else "ratio"
     rows = chosen(rows, where, mode, has, grouped)
     if not rows:
         return "Not measured yet."
     if has == "peak_mib":
         return by_length(rows, lambda r: f"{r['peak_mib']:,.0f}", lambda own: f"{exponent(own):.2f}" if len(own) > 2 else "–")
-    if "seconds" in rest:
-        return by_length(rows, lambda r: f"{1000 * r['seconds']:.3g} ms, {median(r)}")
     return by_length([r for r in rows if (r["method"], r["backend"]) != SDPA], median)
+
+
+def whole(rows: Rows, where: str, model: str) -> str:
+    """Seconds of a whole model by what it does, with their ratio."""
+    own = [r for r in rows if r["where"] == where and r["mode"].startswith(model) and "seconds" in r]
+    modes = {r["mode"]: f"{r['mode'].removeprefix(model).strip()}, {r['length']:,}" for r in own}
+    cells = {(r["method"], r["backend"], r["mode"]): f"{1000 * r['seconds']:,.0f} ms, {median(r)}" for r in own}
+    names = {(r["method"], r["backend"]): name_of(r) for r in own}
+    return markdown(
+        ["", *modes.values()], [[name, *(cells.get((*key, m), "–") for m in modes)] for key, name in names.items()]
+    )
 
 
 def host() -> str:
