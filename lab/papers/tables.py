@@ -66,7 +66,25 @@ def load(results: Path = RESULTS) -> Data:
 
 def contents() -> Contents:
     data = load()
-    return {"reproduction": lambda name: SECTIONS[name](data).text, "number": lambda what: number(data, what)}
+
+    def reproduction(what: str) -> str:
+        name, *columns = (part.strip() for part in what.split("|"))
+        return narrow(SECTIONS[name](data).text, columns) if columns else SECTIONS[name](data).text
+
+    return {"reproduction": reproduction, "number": lambda what: number(data, what)}
+
+
+def narrow(text: str, columns: Sequence[str]) -> str:
+    """The first column of each table, and these."""
+    told: list[str] = []
+    kept: list[int] = []
+    for line in text.splitlines():
+        cells = line.removeprefix("| ").removesuffix(" |").split(" | ") if line.startswith("|") else []
+        if cells and not kept:
+            kept = [0, *(cells.index(column) for column in columns)]
+        kept = kept if cells else []
+        told.append(f"| {' | '.join(cells[n] for n in kept)} |" if cells else line)
+    return "\n".join(told)
 
 
 def pictures() -> dict[str, bytes]:
