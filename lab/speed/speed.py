@@ -18,16 +18,16 @@ Rows = list[dict[str, Any]]
 SDPA, MAP, FLEX = ("none", "torch sdpa"), ("scale_invariant", "auto"), ("scale_invariant", "torch flex")
 #: What, where, mode, length, the largest ratio that will do, method, and to which peer.
 TARGETS: list[tuple[str, str, str, int, float, tuple[str, str], tuple[str, str]]] = [
-    ("scale_invariant, CPU", "cpu", "forward", 4096, 1.2, MAP, SDPA),
-    ("scale_invariant, CPU", "cpu", "forward", 8192, 1.4, MAP, SDPA),
-    ("scale_invariant, CPU", "cpu", "forward+backward", 4096, 1.5, MAP, SDPA),
-    ("scale_invariant, CPU", "cpu", "forward+backward", 8192, 1.5, MAP, SDPA),
-    ("scale_invariant, CPU", "cpu", "forward", 4096, 0.8, MAP, FLEX),
-    ("scale_invariant, CPU", "cpu", "forward", 8192, 0.8, MAP, FLEX),
-    ("infoscale, CPU", "cpu", "forward", 4096, 1.03, ("infoscale", "auto"), SDPA),
-    ("infoscale, CPU", "cpu", "forward+backward", 4096, 1.05, ("infoscale", "auto"), SDPA),
-    ("cosscale, CPU", "cpu", "forward", 4096, 1.03, ("cosscale", "auto"), SDPA),
-    ("cosscale, CPU", "cpu", "forward+backward", 4096, 1.05, ("cosscale", "auto"), SDPA),
+    ("scale_invariant", "cpu", "forward", 4096, 1.2, MAP, SDPA),
+    ("scale_invariant", "cpu", "forward", 8192, 1.4, MAP, SDPA),
+    ("scale_invariant", "cpu", "forward+backward", 4096, 1.5, MAP, SDPA),
+    ("scale_invariant", "cpu", "forward+backward", 8192, 1.5, MAP, SDPA),
+    ("scale_invariant", "cpu", "forward", 4096, 0.8, MAP, FLEX),
+    ("scale_invariant", "cpu", "forward", 8192, 0.8, MAP, FLEX),
+    ("infoscale", "cpu", "forward", 4096, 1.03, ("infoscale", "auto"), SDPA),
+    ("infoscale", "cpu", "forward+backward", 4096, 1.05, ("infoscale", "auto"), SDPA),
+    ("cosscale", "cpu", "forward", 4096, 1.03, ("cosscale", "auto"), SDPA),
+    ("cosscale", "cpu", "forward+backward", 4096, 1.05, ("cosscale", "auto"), SDPA),
 ]
 
 
