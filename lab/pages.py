@@ -186,7 +186,6 @@ def contents() -> Contents:
     own: dict[str, Any] = {
         "report": report,
         "verdict": lambda name: report(name, "Verdict"),
-        "verdict-fewer": lambda name: report(name, "Verdict", 1),
         "copies": lambda name: report(name, "Copies from far back", -1),
         "effective": lambda name: report(name, "Effective length"),
         "eval": evaluated,

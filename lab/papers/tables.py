@@ -66,7 +66,25 @@ def load(results: Path = RESULTS) -> Data:
 
 def contents() -> Contents:
     data = load()
-    return {"reproduction": lambda name: SECTIONS[name](data).text, "number": lambda what: number(data, what)}
+
+    def reproduction(what: str) -> str:
+        name, *columns = (part.strip() for part in what.split("|"))
+        return narrow(SECTIONS[name](data).text, columns) if columns else SECTIONS[name](data).text
+
+    return {"reproduction": reproduction, "number": lambda what: number(data, what)}
+
+
+def narrow(text: str, columns: Sequence[str]) -> str:
+    """The first column of each table, and these."""
+    told: list[str] = []
+    kept: list[int] = []
+    for line in text.splitlines():
+        cells = line.removeprefix("| ").removesuffix(" |").split(" | ") if line.startswith("|") else []
+        if cells and not kept:
+            kept = [0, *(cells.index(column) for column in columns)]
+        kept = kept if cells else []
+        told.append(f"| {' | '.join(cells[n] for n in kept)} |" if cells else line)
+    return "\n".join(told)
 
 
 def pictures() -> dict[str, bytes]:
@@ -194,6 +212,15 @@ def percent(values: Sequence[float]) -> list[str]:
 def spans(values: Sequence[tuple[float, float]], digits: int, sign: str = "+", times: float = 1) -> list[str]:
     """Means, with their intervals where there is more than one seed."""
     return [f"{times * m:{sign}.{digits}f}" + (f" ± {times * h:.{digits}f}" if h == h else "") for m, h in values]
+
+
+def ranges(rows: Sequence[Row], variant: str, *path: str) -> list[str]:
+    """Accuracies by length: the mean of the seeds, and in brackets the least and the greatest, where they differ."""
+    found = []
+    for column in zip(*series(rows, variant, *path).values(), strict=True):
+        mean, least, greatest = fixed([sum(column) / len(column), min(column), max(column)], 2)
+        found.append(mean if least == greatest else f"{mean} ({least}–{greatest})")
+    return found
 
 
 def points(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
@@ -429,6 +456,15 @@ def needles(rows: list[Row]) -> Parts:
     yield markdown(["loss of the answer (nats a byte) at", *(f"{n:,}" for n in lengths_of(rows))], body)
 
 
+@section("needles-normed", "needles-beyond")
+def needles_normed(rows: list[Row]) -> Parts:
+    """Models with QK-norm, trained at the window and then at four times it: accuracies, with the range of the seeds."""
+    trained, (window, *_) = {"window": "trained at 1 ×", "beyond": "then at 4 ×"}, lengths_of(rows)
+    head = ["", *(f"{told}: at {n // window} ×" for told in trained.values() for n in lengths_of(rows))]
+    found = {v: [ranges(rows, v, stage, "accuracy") for stage in trained] for v in there(rows, LISTS["normed"])}
+    yield markdown(head, [[f"`{v}`", *first, *then] for v, (first, then) in found.items()])
+
+
 @section("needles-pretrained", "needles-pretrained")
 def needles_pretrained(rows: list[Row]) -> Parts:
     body = []
@@ -551,7 +587,7 @@ def scale_of(variant: str) -> str:
 def scales(rows: list[Row]) -> Parts:
     found = {v: means(series(rows, v, "none", "accuracy")) for v in there(rows, SCORED)}
     body = [[scale_of(v), *fixed([*x, sum(x) / len(x)], 3)] for v, x in found.items()]
-    yield markdown(["c", *(f"accuracy at {size(n)}" for n in lengths_of(rows)), "mean"], body)
+    yield markdown(["accuracy by c, at", *map(size, lengths_of(rows)), "mean"], body)
 
 
 @section("peaks", "infoscale-cosscale", only=" --only cosscale")
@@ -623,8 +659,8 @@ def orders(name: str, normed: bool) -> None:
             if first.startswith(QK) is normed and gains(*pairs[0]):
                 cells = [cell for a, b in pairs for cell in spans(gains(a, b)[-2:], 2)]
                 label = f"`{first}` less `{second}`".replace(f"`{QK}", "`")
-                body.append([label, *cells, str(len(pairs[0][0].keys() & pairs[0][1].keys()))])
-        yield markdown(["", *(f"{task} at {size(n)}" for task in COPIES for n in lengths_of(rows)[-2:]), "seeds"], body)
+                body.append([label, *cells])
+        yield markdown(["", *(f"{task} at {size(n)}" for task in COPIES for n in lengths_of(rows)[-2:])], body)
 
 
 orders("conversion-orders", normed=False)
@@ -632,12 +668,6 @@ orders("conversion-orders-normed", normed=True)
 
 
 # keys and values ------------------------------------------------------------------------------------------------------
-
-
-def by_seed(rows: Sequence[Row], variant: str, *path: str) -> list[str]:
-    """Accuracies by length, seed by seed."""
-    values = series(rows, variant, *path)
-    return [" / ".join(fixed(column, 2)) for column in zip(*(values[s] for s in sorted(values)), strict=True)]
 
 
 def right(rows: Sequence[Row], variant: str) -> dict[int, list[str]]:
@@ -692,7 +722,7 @@ def keys(name: str) -> None:
         for variant in dict.fromkeys(r["variant"] for r in rows):
             control = ("plain-" if variant.startswith("plain-") else "") + "prope"
             less = [against(rows, variant, control, n) if variant != control else "" for n in far]
-            body.append([learned(rows, variant), *by_seed(rows, variant, "accuracy"), *less])
+            body.append([learned(rows, variant), *ranges(rows, variant, "accuracy"), *less])
         yield markdown(["", *(f"at {n:,}" for n in lengths), *(f"minus `prope`, {n:,}" for n in far)], body)
         yield about(rows)
 
@@ -709,7 +739,7 @@ def keys_converted(rows: list[Row]) -> Parts:
         for variant in (f"{base}:{name}" for name in CONVERSIONS):
             if not any(r["variant"] == variant for r in rows):
                 continue
-            cells = [by_seed(rows, variant, *path) for path in (("untrained", "accuracy"), ("accuracy",))]
+            cells = [ranges(rows, variant, *path) for path in (("untrained", "accuracy"), ("accuracy",))]
             less = [against(rows, variant, f"{base}:null", n) for n in columns[1:]]
             less = [""] * len(less) if variant.endswith(":null") else less
             body.append([learned(rows, variant), *(c[lengths.index(n)] for c in cells for n in columns), *less])

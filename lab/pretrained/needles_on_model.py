@@ -200,16 +200,12 @@ def contents() -> Contents:
 
     def asked(what: str) -> str:
         here, labels = read(what)
-        body = {label: shown(here[label]) for label in labels or here}
-        head = [
-            "",
-            "found, asked by sentence",
-            "by list",
-            *(f"{a} to {a + 25} %" for a in range(0, 100, 25)),
-            "chat",
-            "chains",
-        ]
-        return lines(head, body)
+        rows = {label: here[label] for label in labels or here}
+        head = ["", f"by sentence, of {NEEDLES}", f"by list, of {NEEDLES}", f"by depth, of {NEEDLES // 4} each"]
+        chat = next((r["chat"] for r in rows.values() if "chat" in r), None)
+        if chat:
+            head += [f"chat, of {len(chat['numbers'])}", f"chains, of {HOPS * len(chat['names'])}"]
+        return lines(head, {label: shown(row) for label, row in rows.items()})
 
     return {"needles on model": asked, "found by list": found}
 
@@ -218,16 +214,10 @@ def shown(row: Row) -> list[str]:
     """Needles found under both questions; by depth under the better one; in chat, and names of chains."""
     better = max((row["list"], row["sentence"]), key=lambda x: sum(x["found"]))["found"]
     fourth = len(better) // 4
-    counts = [
-        (row["sentence"]["found"]),
-        row["list"]["found"],
-        *(better[n : n + fourth] for n in range(0, len(better), fourth)),
-    ]
-    cells = [f"{sum(c)} of {len(c)}" for c in counts]
-    if "chat" not in row:
-        return [*cells, "–", "–"]
-    numbers, names = row["chat"]["numbers"], row["chat"]["names"]
-    return [*cells, f"{sum(numbers)} of {len(numbers)}", f"{sum(names)} of {HOPS * len(names)}"]
+    depths = [better[n : n + fourth] for n in range(0, len(better), fourth)]
+    counts = [row["sentence"]["found"], row["list"]["found"], *row.get("chat", {}).values()]
+    cells = [str(sum(c)) for c in counts]
+    return [*cells[:2], ", ".join(str(sum(c)) for c in depths), *cells[2:]]
 
 
 if __name__ == "__main__":

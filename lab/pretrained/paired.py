@@ -12,6 +12,8 @@ from lab.markdown import Contents
 from lab.pretrained.runner import STEP, having, lines, parts
 
 Pair = tuple[Row, Row]
+#: Begins the names of settings whose method was removed; a table shows them where it names them.
+REMOVED = ("yarn_far",)
 
 #: Copies by distance, end and the trained length; those from up to that length back stand within it ("known") or beyond it.
 COPIES: dict[str, Callable[[int, int, int], bool]] = {
@@ -48,16 +50,19 @@ def interval(values: Sequence[float]) -> str:
 
 
 def shown(values: Sequence[float]) -> str:
-    return f"{interval(values)} ({sum(d < 0 for d in values)} of {len(values)})" if values else "–"
+    return interval(values) if values else "–"
 
 
 def less(rows: list[Row], other: str, prose: Callable[[list[Pair]], str], head: str) -> str:
-    """Every setting less another: all copies, those from up to the trained length back, those from farther, and prose."""
+    """Every setting less another: all copies, with how many are better, near and far ones if any is far, and prose."""
+    kinds = ["near", "far"] if any(losses(row, "far") for row in rows) else []
     body = {}
     for name in dict.fromkeys(r["name"] for r in rows if r["name"] != other):
         if pairs := by_text(rows, name, other):
-            body[name] = [*(shown(differences(pairs, which)) for which in ("all", "near", "far")), prose(pairs)]
-    return lines([f"less {other}", "all copies", "up to the trained length back", "from farther back", head], body)
+            every = differences(pairs, "all")
+            better = f"{shown(every)} ({sum(d < 0 for d in every)} of {len(every)})"
+            body[name] = [better, *(shown(differences(pairs, kind)) for kind in kinds), prose(pairs)]
+    return lines([f"less {other}", "all copies", *kinds, head], body)
 
 
 def prose_less(one: Row, other: Row) -> list[float]:
@@ -100,13 +105,15 @@ def marks(
 ) -> Contents:
     """What stands below marks of rows that words select.
 
-    `<!-- NAME less: WORDS | other -->`: every setting without an adapter less another; of `| label | ...` behind it, these.
+    `<!-- NAME less: WORDS | other -->`: every setting less another, without adapters and removed methods;
+    of `| label | ...` behind it, these.
     `<!-- NAME better: WORDS | one | other | what -->`, `NAME worse`: a number of a sentence, see `told`.
     """
 
     def table(what: str) -> str:
         words, (other, *only) = parts(what)
-        rows = [r for r in select(words) if (r["name"] in (other, *only) if only else "adapter" not in r)]
+        kept = [r for r in select(words) if "adapter" not in r and not r["name"].startswith(REMOVED)]
+        rows = [r for r in select(words) if r["name"] in (other, *only)] if only else kept
         return less(rows, other, prose, head) if rows else "*Not run yet.*"
 
     def number(what: str, sign: int) -> str:

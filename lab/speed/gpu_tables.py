@@ -10,9 +10,10 @@ from hf_longattn.evaluation.report import markdown
 from lab.markdown import Contents
 from lab.speed.gpu_rows import Row, read
 
+#: The first run was of earlier kernels; now is the latest of the others that has a number.
 BEFORE, NOW, UNMODIFIED, NONE = "first", "now", "unmodified", "–"
-#: The columns of whole models: length, and when. Now is the latest run but the first that has a number.
-WHOLE = ((8192, BEFORE), (8192, NOW), (32768, BEFORE), (32768, NOW))
+#: The columns of whole models.
+LENGTHS = (8192, 32768)
 #: The run with the kernels of decoded tokens as they are.
 TOKENS = "fourth"
 
@@ -61,56 +62,50 @@ def prefill_ratio(run: str, length: int, method: str) -> float | None:
     )
 
 
+def newest(cell: Callable[..., str], *what: Any) -> str:
+    """A cell of the later runs, else of the first one, which says so."""
+    now, first = (cell(run, *what) for run in (NOW, BEFORE))
+    return f"{first} (first run)" if now == NONE and first not in (NONE, "failed") else now
+
+
+def reading(run: str, length: int, method: str) -> str:
+    """Milliseconds of the unmodified model, of the others their ratio to them."""
+    if method == UNMODIFIED:
+        return f"{number(over(run, length, method, 'prefill_ms'), 0)} ms"
+    return number(prefill_ratio(run, length, method), 2)
+
+
+def memory(run: str, method: str) -> str:
+    return number(over(run, 32768, method, "prefill_mib"))
+
+
 def prefill() -> str:
-    """Milliseconds of the unmodified model, ratios to them; peak memory at 32k."""
-    head = ["", *(f"{length:,}, {'before' if run == BEFORE else 'now'}" for length, run in WHOLE)]
-    head += [f"MiB at 32,768, {when}" for when in ("before", "now")]
+    """Time of reading a prompt; peak memory at 32k."""
     lines = []
     for method in sorted(methods_of(rows_of("whole")), key=lambda name: name != UNMODIFIED):
-        plain = method == UNMODIFIED
-        cells = [
-            f"{number(over(run, n, method, 'prefill_ms'), 0)} ms" if plain else number(prefill_ratio(run, n, method), 2)
-            for n, run in WHOLE
-        ]
-        for at, (n, run) in enumerate(WHOLE):
-            if cells[at] == NONE and any("error" in r for r in rows_of("whole", run, length=n, method=method)):
-                cells[at] = "failed"
-        memory = [number(over(run, 32768, method, "prefill_mib")) for run in (BEFORE, NOW)]
-        lines.append([named(method), *cells, *memory])
-    return markdown(head, lines)
+        lines.append([named(method), *(newest(reading, n, method) for n in LENGTHS), newest(memory, method)])
+    return markdown(["", *(f"{n:,}" for n in LENGTHS), "MiB at 32,768"], lines)
 
 
 def token() -> str:
     """What a decoded token asks of the device: time of its kernels, how many, what the host reads."""
     lines = []
     for method in sorted(methods_of(rows_of("whole")), key=lambda name: name != UNMODIFIED):
-        runs = [(n, BEFORE if run == BEFORE else TOKENS) for n, run in WHOLE]
-        cells = [number(over(run, n, method, "step_kernel_ms"), 1) for n, run in runs]
-        for field in ("step_kernels", "step_reads"):
-            cells.append(" → ".join(number(over(run, 8192, method, field)) for run in (BEFORE, NOW)))
-        if set(cells) != {NONE, f"{NONE} → {NONE}"}:
+        cells = [number(over(TOKENS, n, method, "step_kernel_ms"), 1) for n in LENGTHS]
+        cells += [number(over(NOW, 8192, method, field)) for field in ("step_kernels", "step_reads")]
+        if set(cells) != {NONE}:
             lines.append([named(method), *cells])
-    times = [f"ms at {length:,}, {'before' if run == BEFORE else 'now'}" for length, run in WHOLE]
-    return markdown(["", *times, "kernels at 8,192", "host reads"], lines)
+    return markdown(["", *(f"ms at {n:,}" for n in LENGTHS), "kernels at 8,192", "host reads"], lines)
 
 
 def step() -> str:
-    """Decoded tokens in turn with the unmodified model."""
+    """Time of the kernels of decoded tokens, in turn with the unmodified model."""
     lines = [
-        [
-            named(r["method"]),
-            f"{r['length']:,}",
-            str(r["layers"]),
-            *(f"{r[f]:.2f}" for f in ("wall_ms",)),
-            " and ".join(f"{x:.2f}" for x in r["base_wall"]),
-            f"{r['device_ms']:.2f}",
-            f"{r['base_device']:.2f}",
-        ]
+        [named(r["method"]), f"{r['length']:,}", str(r["layers"]), f"{r['device_ms']:.2f}", f"{r['base_device']:.2f}"]
         for r in sorted(rows_of("step"), key=lambda r: r["length"])
         if "wall_ms" in r
     ]
-    head = ["", "behind", "layers", "ms", "unmodified, before and after", "kernels' ms", "unmodified"]
-    return markdown(head, lines)
+    return markdown(["", "behind", "layers", "ms", "unmodified"], lines)
 
 
 def attention() -> str:
@@ -128,37 +123,26 @@ def both(row: Row | None) -> str:
     return NONE if row is None or "forward" not in row else f"{row['forward']:.2f} ({number(row.get('both'), 2)})"
 
 
-def attention_before() -> str:
-    lines = [
-        [named(r["method"]), r["backend"], number(r["forward_ms"]), number(r["forward"]), number(r["mib"])]
-        for r in rows_of("attention", BEFORE)
-    ]
-    return markdown(["", "by", "ms", "ratio", "MiB"], lines)
-
-
 def tiles() -> str:
-    """For each kind of kernel call the fastest tiles and the slowest that were tried."""
+    """For each kind of kernel call the fastest tiles, and the ratio of the slowest that were tried."""
     rows = rows_of("tiles")
-    kinds = sorted({(r["head_dim"], r["mode"], r["kind"]) for r in rows})
     lines = []
-    for dim, mode, kind in kinds:
+    for dim, mode, kind in sorted({(r["head_dim"], r["mode"], r["kind"]) for r in rows}):
         tried = [r for r in rows if (r["head_dim"], r["mode"], r["kind"]) == (dim, mode, kind) and "ratio" in r]
         best, worst = (f(tried, key=lambda r: r["ratio"]) for f in (min, max))
-        shown = [x for r in (best, worst) for x in (r["tiles"].strip("[]"), f"{r['ratio']:.2f}")]
-        lines.append([str(dim), mode, kind, str(len(tried)), *shown])
-    return markdown(["head_dim", "pass", "logits", "tried", "fastest", "ratio", "slowest", "ratio"], lines)
+        ratios = f"{best['ratio']:.2f} ({worst['ratio']:.2f})"
+        lines.append([str(dim), mode, kind, best["tiles"].strip("[]"), ratios])
+    return markdown(["head_dim", "pass", "logits", "fastest tiles", "ratio (slowest)"], lines)
 
 
 def static() -> str:
     """Milliseconds a token of a model of two layers, and the largest difference of its logits from plain generate's."""
     lines = []
     for method in methods_of(rows_of("static")):
-        cells = [method_cell(BEFORE, method, "dynamic"), method_cell(BEFORE, method, "static compiled")]
-        cells += [method_cell(NOW, method, "dynamic"), method_cell(NOW, method, "static compiled")]
+        cells = [newest(method_cell, method, what) for what in ("dynamic", "static compiled")]
         errors = [r["err"] for r in rows_of("static", NOW, method=method) if "err" in r]
         lines.append([named(method), *cells, f"{max(errors):.0e}" if errors else NONE])
-    head = ["", "before", "before, static", "now", "now, static", "largest difference"]
-    return markdown(head, lines)
+    return markdown(["", "own cache", "static cache", "largest difference"], lines)
 
 
 def method_cell(run: str, method: str, what: str) -> str:
@@ -180,7 +164,7 @@ def exactness() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    **{"prefill": prefill, "token": token, "step": step, "attention": attention, "attention before": attention_before},
+    **{"prefill": prefill, "token": token, "step": step, "attention": attention},
     **{"tiles": tiles, "static": static, "exactness": exactness},
 }
 

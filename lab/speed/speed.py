@@ -18,16 +18,16 @@ Rows = list[dict[str, Any]]
 SDPA, MAP, FLEX = ("none", "torch sdpa"), ("scale_invariant", "auto"), ("scale_invariant", "torch flex")
 #: What, where, mode, length, the largest ratio that will do, method, and to which peer.
 TARGETS: list[tuple[str, str, str, int, float, tuple[str, str], tuple[str, str]]] = [
-    ("scale_invariant, CPU", "cpu", "forward", 4096, 1.2, MAP, SDPA),
-    ("scale_invariant, CPU", "cpu", "forward", 8192, 1.4, MAP, SDPA),
-    ("scale_invariant, CPU", "cpu", "forward+backward", 4096, 1.5, MAP, SDPA),
-    ("scale_invariant, CPU", "cpu", "forward+backward", 8192, 1.5, MAP, SDPA),
-    ("scale_invariant, CPU", "cpu", "forward", 4096, 0.8, MAP, FLEX),
-    ("scale_invariant, CPU", "cpu", "forward", 8192, 0.8, MAP, FLEX),
-    ("infoscale, CPU", "cpu", "forward", 4096, 1.03, ("infoscale", "auto"), SDPA),
-    ("infoscale, CPU", "cpu", "forward+backward", 4096, 1.05, ("infoscale", "auto"), SDPA),
-    ("cosscale, CPU", "cpu", "forward", 4096, 1.03, ("cosscale", "auto"), SDPA),
-    ("cosscale, CPU", "cpu", "forward+backward", 4096, 1.05, ("cosscale", "auto"), SDPA),
+    ("scale_invariant", "cpu", "forward", 4096, 1.2, MAP, SDPA),
+    ("scale_invariant", "cpu", "forward", 8192, 1.4, MAP, SDPA),
+    ("scale_invariant", "cpu", "forward+backward", 4096, 1.5, MAP, SDPA),
+    ("scale_invariant", "cpu", "forward+backward", 8192, 1.5, MAP, SDPA),
+    ("scale_invariant", "cpu", "forward", 4096, 0.8, MAP, FLEX),
+    ("scale_invariant", "cpu", "forward", 8192, 0.8, MAP, FLEX),
+    ("infoscale", "cpu", "forward", 4096, 1.03, ("infoscale", "auto"), SDPA),
+    ("infoscale", "cpu", "forward+backward", 4096, 1.05, ("infoscale", "auto"), SDPA),
+    ("cosscale", "cpu", "forward", 4096, 1.03, ("cosscale", "auto"), SDPA),
+    ("cosscale", "cpu", "forward+backward", 4096, 1.05, ("cosscale", "auto"), SDPA),
 ]
 
 
@@ -71,6 +71,12 @@ def ratio(row: dict[str, Any]) -> str:
     return f"{row['ratio']:.2f} ({row['ratio_p20']:.2f}–{row['ratio_p80']:.2f})"
 
 
+def median(row: dict[str, Any]) -> str:
+    """The ratio of a table, with its percentiles where one of them is more than a tenth off."""
+    off = max(row["ratio_p80"] / row["ratio"], row["ratio"] / row["ratio_p20"])
+    return ratio(row) if off > 1.1 else f"{row['ratio']:.2f}"
+
+
 def exponent(rows: Rows) -> float:
     """The slope of log memory against log length, by least squares."""
     lengths, peaks = ([math.log(r[key]) for r in rows] for key in ("length", "peak_mib"))
@@ -93,21 +99,32 @@ def targets(rows: Rows, where: str) -> str:
 
 
 def table(rows: Rows, words: list[str]) -> str:
-    """`WHERE targets`, `WHERE MODE ...` (ratios), `WHERE memory MODE ...`, `WHERE seconds MODE ...`; "grouped" may follow."""
+    """`WHERE targets`, `WHERE MODE ...` (ratios), `WHERE memory MODE ...`; "grouped" may follow; `WHERE whole MODEL`."""
     where, *rest = words
     if rest == ["targets"]:
         return targets(rows, where)
+    if rest[0] == "whole":
+        return whole(rows, where, rest[1])
     grouped = rest[-1] == "grouped"
-    mode = " ".join(w for w in rest if w not in ("memory", "seconds", "grouped"))
+    mode = " ".join(w for w in rest if w not in ("memory", "grouped"))
     has = "peak_mib" if "memory" in rest else "ratio"
     rows = chosen(rows, where, mode, has, grouped)
     if not rows:
         return "Not measured yet."
     if has == "peak_mib":
         return by_length(rows, lambda r: f"{r['peak_mib']:,.0f}", lambda own: f"{exponent(own):.2f}" if len(own) > 2 else "–")
-    if "seconds" in rest:
-        return by_length(rows, lambda r: f"{1000 * r['seconds']:.3g} ms, {ratio(r)}")
-    return by_length([r for r in rows if (r["method"], r["backend"]) != SDPA], ratio)
+    return by_length([r for r in rows if (r["method"], r["backend"]) != SDPA], median)
+
+
+def whole(rows: Rows, where: str, model: str) -> str:
+    """Seconds of a whole model by what it does, with their ratio."""
+    own = [r for r in rows if r["where"] == where and r["mode"].startswith(model) and "seconds" in r]
+    modes = {r["mode"]: f"{r['mode'].removeprefix(model).strip()}, {r['length']:,}" for r in own}
+    cells = {(r["method"], r["backend"], r["mode"]): f"{1000 * r['seconds']:,.0f} ms, {median(r)}" for r in own}
+    names = {(r["method"], r["backend"]): name_of(r) for r in own}
+    return markdown(
+        ["", *modes.values()], [[name, *(cells.get((*key, m), "–") for m in modes)] for key, name in names.items()]
+    )
 
 
 def host() -> str:
@@ -130,7 +147,7 @@ def generation() -> str:
     for (mode, batch, length), own in itertools.groupby(rows, lambda r: (r["mode"], r["batch"], r["length"])):
         by_name = {(r["method"], r["backend"]): r for r in own}
         what = f"{batch} × {length:,}" if mode == "generate" else f"{batch} × mixed, {mode}"
-        cells = [f"{r['tokens_per_second']:g} ({ratio(r)})" for r in (by_name[name] for name in names)]
+        cells = [f"{r['tokens_per_second']:g} ({median(r)})" for r in (by_name[name] for name in names)]
         lines.append([what, *cells])
     return markdown(["sequences × context", *names.values()], lines)
 

@@ -308,20 +308,6 @@ def test_the_answers_counted_on_the_page_of_algorithms_are_those_of_its_rows() -
     assert f"no cell of either seed by more than {round(max(moved))} answers of 128" in page
 
 
-def test_the_needles_of_each_seed_are_those_of_the_rows() -> None:
-    found, stage = rows_of("needles-beyond"), ""
-    lines = (ROOT / "docs" / "lab" / "needles.md").read_text(encoding="utf-8").splitlines()
-    seen = set()
-    for line in lines:
-        stage = "window" if "trained at the window |" in line else "beyond" if "trained at 4 × |" in line else stage
-        if cells := re.match(r"\| `(qk\+\S+)` \| (.*) \|$", line):
-            told = [[float(x) for x in cell.split(" / ")] for cell in cells[2].split(" | ")]
-            measured = [found[cells[1], seed][stage]["accuracy"] for seed in (1, 2, 3)]
-            assert told == [[pytest.approx(accuracy[at], abs=6e-3) for accuracy in measured] for at in range(4)], line
-            seen.add((cells[1], stage))
-    assert len(seen) == 12
-
-
 @pytest.mark.parametrize(
     "claim",
     [

@@ -698,7 +698,14 @@ def test_differences_are_of_the_same_texts_and_counted_by_seed() -> None:
     rows += [row("logn_prope", 0, "1" * 8, "11010111"), row("logn_prope", 1, "1" * 7 + "0", "11010111")]
     assert tables.differences(rows, "logn_prope", "prope", 1024) == [[0.5] * 4] * 2
     (told,) = (row for row in cells(tables.SECTIONS["keys"]({"keys": rows}).text) if "logn" in row[0])
-    assert told == ["`logn_prope`, not learned", "1.00 / 0.88", "0.75 / 0.75", "+0.50 ± 0.00, 1 of 2"]
+    assert told == ["`logn_prope`, not learned", "0.94 (0.88–1.00)", "0.75", "+0.50 ± 0.00, 1 of 2"]
+
+
+def test_a_page_may_show_a_part_of_the_columns() -> None:
+    text = "| a | 1 | 2 |\n| --- | --- | --- |\n| x, y | 0.5 |  |\n\nOurs."
+    assert tables.narrow(text, ["2"]) == "| a | 2 |\n| --- | --- |\n| x, y |  |\n\nOurs."
+    with pytest.raises(ValueError, match="3"):
+        tables.narrow(text, ["3"])
 
 
 def test_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
