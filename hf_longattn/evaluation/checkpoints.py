@@ -20,12 +20,13 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from ..checks import Refused, check_dtype, check_finite, check_model, read_text
+from ..config import LongAttnConfig
 from ..core.kernels.precision import multiplies_fast
 from ..integration import rope
 from ..integration.classes import own_class
-from ..integration.internals import adapter_classes, classes_for, get_implementation, is_passed_over, load_reports
+from ..integration.internals import adapter_classes, classes_for, is_passed_over, load_reports
 from ..integration.max_length import announce_beside
-from ..integration.names import is_longattn_name, short
+from ..integration.names import parsed_config
 from ..integration.saved_method import ADAPTER
 from .settings import Setting, parse_rope
 
@@ -84,10 +85,9 @@ class Checkpoint:
         return str(self.config.dtype or self.text_config.dtype).removeprefix("torch.")
 
     @property
-    def method(self) -> str | None:
-        """The method that the config records, or that a loaded model runs, by name."""
-        name = get_implementation(self.text_config)
-        return short(name) if is_longattn_name(name) else None
+    def method(self) -> LongAttnConfig | None:
+        """The method that the config records, or that a loaded model runs."""
+        return parsed_config(self.text_config)
 
     @property
     def kind(self) -> Any:

@@ -18,7 +18,6 @@ from ..integration.classes import loaders
 from ..integration.layers import View
 from ..integration.max_length import announce
 from ..integration.model import running
-from ..integration.names import parsed_config
 from .checkpoints import Checkpoint, carry, load_tokenizer
 from .experiment import fingerprint, of_text
 from .loading import load_setting
@@ -58,7 +57,7 @@ class MeasuredExtension:
 
     def own(self) -> str | None:
         """Say what the checkpoint runs already, and how that changes; None if it runs no method."""
-        if (own := parsed_config(self.checkpoint.text_config)) is None:
+        if (own := self.checkpoint.method) is None:
             return None
         reads = "" if own.extended_to is None else f", extended to {own.extended_to:,} tokens"
         return (

@@ -8,7 +8,6 @@ from pathlib import Path
 from ..config import LongAttnConfig
 from ..integration import apply
 from ..integration.model import running
-from ..integration.names import parsed_config
 from ..integration.planning import bound_config
 from ..integration.saved_method import ADAPTER, method_in, saved_in
 from ..slots.method import ModelFacts
@@ -54,8 +53,7 @@ def _check_remapped(setting: Setting, asked: Checkpoint) -> None:
     """Raise ValueError if a setting changes the rotation of a checkpoint whose own method goes on remapping it."""
     if setting.rope is None or (setting.config is not None and setting.config.remap is not None):
         return
-    own = parsed_config(asked.text_config)
-    if own is not None and (remap := own.remap) is not None and not remap.stack:
+    if asked.method is not None and (remap := asked.method.remap) is not None and not remap.stack:
         raise ValueError(
             f"setting {setting.name!r}: the checkpoint runs {remap.name}, which remaps the rotation that it was trained with, "
             f"and {setting.rope} changes that rotation. Take the method out first, by hf_longattn.remove(model) and "

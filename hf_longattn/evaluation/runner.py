@@ -201,7 +201,8 @@ class Runner:
         rows = list(experiment.rows.values())
         names = list(dict.fromkeys([*(s.name for s in self.settings), *(r["setting"] for r in rows)]))
         own, keep = self.checkpoint.method, self.options.keep
-        return Results(rows, names, self.train_length, experiment.protocol, keep, self._facts(experiment), own)
+        name = None if own is None else own.name
+        return Results(rows, names, self.train_length, experiment.protocol, keep, self._facts(experiment), name)
 
     def _facts(self, experiment: Experiment) -> dict[str, str]:
         """Return the facts at the end of the page."""

@@ -453,6 +453,18 @@ def test_settings_are_checked_against_the_model_without_weights(folder: Path, mo
         check_setting(Setting.parse("rerope"), Checkpoint(str(folder / "gpt2")))
 
 
+def test_a_checkpoint_is_as_it_was_under_every_setting(folder: Path) -> None:
+    """Its config is read once, and neither a rotation, a method nor a model that is made of it is written into it."""
+    checkpoint = Checkpoint(str(folder / "model"))
+    before = checkpoint.config.to_dict()
+    for text in ("infoscale@ntk:2", "rerope"):
+        check_setting(Setting.parse(text), checkpoint)
+        load_setting(Setting.parse(text), checkpoint)
+    assert checkpoint.config.to_dict() == before
+    assert checkpoint.method is None
+    assert check_setting(Setting("unmodified"), checkpoint).rope_type == "default"
+
+
 @pytest.mark.parametrize("kind", ["beside", "inside"])
 def test_adapter_settings_bring_their_attention(folder: Path, tmp_path: Path, kind: str) -> None:
     """The attention is named by the config.json beside an adapter, and by the adapter itself."""
