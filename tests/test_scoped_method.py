@@ -12,6 +12,7 @@ import torch
 from helpers import close, stock, tokens
 
 import hf_longattn
+from hf_longattn.evaluation.checkpoints import Checkpoint
 from hf_longattn.evaluation.loading import OneModel
 from hf_longattn.evaluation.settings import Setting
 from hf_longattn.integration.model import running
@@ -126,7 +127,7 @@ def test_a_measured_model_keeps_what_it_learned() -> None:
     model, ids = trained(), tokens(1, 40)
     with torch.no_grad():
         before = model(ids).logits
-        one = OneModel(model)
+        one = OneModel(Checkpoint(model))
         for text in ("infoscale", "unmodified", "logn:learned=true:train_length=5", "cosscale"):
             found = one(Setting.parse(text))(ids).logits
             if text.startswith(("unmodified", "logn")):

@@ -143,8 +143,9 @@ def measure(
     from ..evaluation.runner import Runner
 
     with refusing():
-        options.dtype, options.device = precision(model, options.dtype, device), own_device(device)
+        options.device = own_device(device)
         runner = Runner(options)
+    say_precision(given["dtype"], options.dtype)
     with refusing("--out"):
         experiment = runner.open(out, {"command": command_line(context)})
     interrupted = not page_only and run(experiment, out, runner.format_row)
@@ -277,15 +278,10 @@ def told(train_length: str | None) -> int | None:
         return None if train_length is None else length_of(train_length)
 
 
-def precision(model: str, dtype: str, device: str) -> str:
-    """`loading.precision_of`, told where it is not what was asked for."""
-    from ..evaluation.checkpoints import precision_of
-
-    with refusing("--dtype"):
-        chosen = precision_of(model, dtype, device)
-    if chosen != dtype:
+def say_precision(asked: str, chosen: str) -> None:
+    """Say where a model is read in another precision than was asked for."""
+    if chosen != asked:
         say(f"Read in {chosen}: this device is slow in the checkpoint's own precision. --dtype overrides this.")
-    return chosen
 
 
 def read_texts(given: list[str]) -> dict[str, str]:

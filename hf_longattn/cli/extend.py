@@ -17,10 +17,10 @@ from .common import (
     command_line,
     console,
     device_here,
-    precision,
     refusing,
     run,
     say,
+    say_precision,
     stop,
     table,
     tokens,
@@ -75,7 +75,6 @@ def extend(
         content = read_text(text)
     device = device_here(device)
 
-    from ..evaluation.checkpoints import own_precision, speaks
     from ..evaluation.loading import OneModel
     from ..evaluation.measured_extension import MeasuredExtension, format_row, losses, summary
     from ..extension import beyond_shown, check_purpose
@@ -90,9 +89,10 @@ def extend(
         say(own)
     with refusing("MODEL"):
         plan.check_extends()
-    chosen = precision(model, dtype, device)
-    saved_in = dtype if chosen == dtype else own_precision(model)  # what was read in float32 is saved as it came
-    if not speaks(plan.config):
+    chosen = plan.checkpoint.precision(dtype, device)
+    say_precision(dtype, chosen)
+    saved_in = dtype if chosen == dtype else plan.checkpoint.dtype  # what was read in float32 is saved as it came
+    if not plan.checkpoint.speaks:
         return plan.write(plan.by_rule(saved_in, say), out, say)
     if doubt := beyond_shown(plan.trained, length):
         say(f"Warning: {doubt}.")
@@ -104,7 +104,7 @@ def extend(
         ids = plan.encode(content, str(text))
     with refusing("--out"):
         rows = plan.rows(text.name, content, chosen, out)
-    search = plan.search(ids, rows, OneModel(model, chosen, device), tolerance, command_line(context))
+    search = plan.search(ids, rows, OneModel(plan.checkpoint, chosen, device), tolerance, command_line(context))
     for line in plan.leave_out(search):
         say(line)
     say(f"Probing {search.probes} candidates, then reading {search.to} tokens with the best.")

@@ -32,17 +32,16 @@ def memory(
 
     import torch
 
-    from ..evaluation.checkpoints import build, config_from, own_precision
-    from ..evaluation.preflight import check_reads
+    from ..evaluation.checkpoints import Checkpoint
 
     with refusing("MODEL"):
-        config = config_from(model)
-        check_reads(config, model, head=False)
+        checkpoint = Checkpoint(model)
+        checkpoint.check_reads(head=False)
         if dtype == "auto":  # quantised ones say other things
-            dtype = own if (own := own_precision(model)) in DTYPES else "bfloat16"
-    built = build(config, dtype=getattr(torch, dtype), attn_implementation="sdpa").eval()
+            dtype = checkpoint.dtype if checkpoint.dtype in DTYPES else "bfloat16"
+    built = checkpoint.build(dtype=dtype, attn_implementation="sdpa").eval()
     weights = sum(p.numel() * p.element_size() for p in built.parameters())
-    text, width = config.get_text_config(), getattr(torch, dtype).itemsize
+    text, width = checkpoint.text_config, getattr(torch, dtype).itemsize
     whole = batch * cache_bytes(built, length)
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size  # GPT-2 names none
     rows = {

@@ -49,7 +49,6 @@ def train(
         chosen = load_recipe(recipe, overrides or [])
 
     from ..checks import disk_full
-    from ..evaluation.checkpoints import class_of
     from ..integration.classes import loaders
     from ..slots.registry import modules_of
     from ..training import excess, last_checkpoint, plan, prepare, run
@@ -88,7 +87,7 @@ def train(
         if why := prepared.unprobed:
             say(f"{why[0].upper()}{why[1:]}.")
         own = modules_of(prepared.attention.methods) if prepared.attention else ()
-        loader = loaders(class_of(prepared.config).__name__)[0]
+        loader = loaders(prepared.start.kind.__name__)[0]
         way = f"import {', '.join(['hf_longattn', *own])}; {loader}.from_pretrained({str(prepared.output)!r})"
         say(f"Written: {prepared.output}; load it with: {way}")
 

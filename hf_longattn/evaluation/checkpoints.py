@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -17,13 +19,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
-from ..checks import Refused, check_dtype, check_finite, read_text
+from ..checks import Refused, check_dtype, check_finite, check_model, read_text
+from ..config import LongAttnConfig
 from ..core.kernels.precision import multiplies_fast
+from ..integration import rope
 from ..integration.classes import own_class
-from ..integration.internals import adapter_classes, classes_for, get_implementation, is_passed_over, load_reports
+from ..integration.internals import adapter_classes, classes_for, is_passed_over, load_reports
 from ..integration.max_length import announce_beside
-from ..integration.names import is_longattn_name, short
+from ..integration.names import parsed_config
 from ..integration.saved_method import ADAPTER
+from .settings import Setting, parse_rope
 
 #: What a checkpoint may hold beside config, weights and tokenizer: of processors, and of sentence-transformers.
 COMPANIONS: tuple[str, ...] = (
@@ -35,18 +40,202 @@ COMPANIONS: tuple[str, ...] = (
 COMPANIONS += ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
 
 
-def config_from(model: Any) -> Any:
-    """The config of a checkpoint, or a copy of a loaded model's.
+class Checkpoint:
+    """A model to build, to load or to measure: what its config says, read once, and its weights.
 
-    ValueError: transformers makes none of what is there, or asks for code beside the checkpoint, which is not run.
+    Args:
+        model: a folder, a name on the Hub, or a loaded model.
+        adapter: the folder or the Hub name of one to put on it, made for this class, or with the head of another (a
+            classifier from a language model).
+
+    Raises:
+        ValueError: there is no model, or no adapter, of that name, or a file of its weights is damaged.
     """
-    if not isinstance(model, str):
-        return copy.deepcopy(model.config)
-    with unfit(f"{model}: its config.json is damaged, or of a newer transformers"):
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-        if not all(isinstance(name, str) for name in config.architectures or ()):
-            raise TypeError(f"architectures is {config.architectures!r}")
-    return config
+
+    def __init__(self, model: Any, adapter: str | None = None) -> None:
+        self.model, self.adapter, self.is_loaded = model, adapter, not isinstance(model, str)
+        self.name: str = "the model" if self.is_loaded else model
+        if not self.is_loaded:
+            check_model(model)
+        if adapter is not None:
+            check_model(adapter, adapter=True)
+
+    @functools.cached_property
+    def config(self) -> Any:
+        """The config of a checkpoint, or a copy of a loaded model's.
+
+        ValueError: transformers makes none of what is there, or asks for code beside the checkpoint, which is not run.
+        """
+        if self.is_loaded:
+            return copy.deepcopy(self.model.config)
+        with unfit(f"{self.model}: its config.json is damaged, or of a newer transformers"):
+            config = AutoConfig.from_pretrained(self.model, trust_remote_code=False)
+            if not all(isinstance(name, str) for name in config.architectures or ()):
+                raise TypeError(f"architectures is {config.architectures!r}")
+        return config
+
+    @property
+    def text_config(self) -> Any:
+        """The part of the config that is of the language model."""
+        return self.config.get_text_config()
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that the config names for the weights."""
+        return str(self.config.dtype or self.text_config.dtype).removeprefix("torch.")
+
+    @property
+    def method(self) -> LongAttnConfig | None:
+        """The method that the config records, or that a loaded model runs."""
+        return parsed_config(self.text_config)
+
+    @property
+    def kind(self) -> Any:
+        """The class that it was saved from; ValueError if transformers has none for it."""
+        if (kind := own_class(self.config)) is None:
+            model_type = self.config.model_type
+            if named := " or ".join(self.config.architectures or ()):
+                raise ValueError(f"transformers has no {named} for {model_type}, and code beside a checkpoint is not run")
+            raise ValueError(f"{model_type} is not a causal language model; methods work in those alone")
+        return kind
+
+    @property
+    def adapted_kind(self) -> Any:
+        """The class that the adapter is made for by its task; None if that is the checkpoint's own, or there is none."""
+        if self.adapter is None:
+            return None
+        if Path(self.adapter).is_dir() and not (Path(self.adapter) / ADAPTER).is_file():
+            raise ValueError(f"{self.adapter} holds no adapter: there is no {ADAPTER} in it")
+        try:
+            from peft import auto
+        except ImportError:
+            raise ImportError('adapters need peft: pip install "hf_longattn[train]"') from None
+
+        task = PreTrainedConfig.get_config_dict(self.adapter, _configuration_file=ADAPTER)[0].get("task_type")
+        if not isinstance(task, str | None):
+            raise ValueError(f"{self.adapter}: task_type in its {ADAPTER} is {task!r}, and names no task")
+        own, peft_class = self.kind, auto.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(task)
+        if peft_class is None or (own.can_generate() and task == "CAUSAL_LM"):
+            return None
+        kinds = [kind for _, target in adapter_classes(peft_class) for kind in classes_for(target, self.config)]
+        return None if own in kinds else next(iter(kinds), None)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether the model predicts the text that it reads, as losses and answers need."""
+        return bool(self.kind.can_generate()) and not self.config.is_encoder_decoder
+
+    def precision(self, dtype: str = "auto", device: str = "cpu") -> str:
+        """The precision to run it in: as asked; "auto" is its own, or float32 where that is one that the device multiplies
+        slowly. Quantised checkpoints stay "auto".
+        """
+        check_dtype(dtype, "auto")
+        half = self.dtype in ("bfloat16", "float16") and not getattr(self.config, "quantization_config", None)
+        return "float32" if dtype == "auto" and half and not multiplies_fast(self.dtype, device) else dtype
+
+    def check_reads(self, head: bool = True) -> None:
+        """Raise ValueError for a model that reads text with an encoder; and for one without a language-model head, if one is
+        needed."""
+        kind = self.kind.__name__
+        if self.config.is_encoder_decoder:
+            raise ValueError(
+                f"{self.name} is a {kind}, which reads text with an encoder: methods go into causal attention alone, and "
+                "would not change how it reads"
+            )
+        if head and not self.speaks:
+            raise ValueError(
+                f"{self.name} is a {kind}, which has no language-model head: there is no loss of text to measure, or to train "
+                "by. Measure the language model that it was made from, and put the method into this one by hf-longattn extend "
+                "or hf_longattn.apply; hf-longattn inspect looks into its attention"
+            )
+
+    @property
+    def end(self) -> int | None:
+        """The length of a learned position table, in tokens; None: positions are none, rotary or biases, and go on."""
+        learned = not getattr(self.text_config, "rope_parameters", None) and not getattr(self.text_config, "alibi", False)
+        return getattr(self.text_config, "max_position_embeddings", None) if learned else None
+
+    def check_lengths(self, lengths: Sequence[int]) -> None:
+        """Raise ValueError if a length lies beyond a learned position table, which no method can extend."""
+        if self.end is not None and max(lengths) > self.end:
+            raise ValueError(
+                f"{self.name} learned its positions and ends at {self.end} tokens; {max(lengths)} cannot be read under any "
+                "method: shorten the lengths, or use a model with rotary positions"
+            )
+
+    def under(self, setting: Setting) -> Checkpoint:
+        """What a setting reads: the checkpoint that it names, or this one, with its adapter and its position encoding.
+
+        ValueError: this is a loaded model, which is read under methods alone.
+        """
+        if self.is_loaded and setting.model is None and (setting.rope is not None or setting.adapter is not None):
+            raise ValueError(
+                f"setting {setting.name!r}: a loaded model is measured under methods alone; give its name or folder"
+            )
+        found = Checkpoint(setting.model or self.model, setting.adapter)
+        if setting.adapter is not None and (Path(setting.adapter) / "config.json").exists():
+            found.config = Checkpoint(setting.adapter).config
+        elif setting.model is None:
+            found.config = copy.deepcopy(self.config)
+        if setting.rope is not None:
+            edit_rope(found.config, setting.rope, setting.train_length)
+        return found
+
+    def build(self, **arguments: Any) -> Any:
+        """The model of the config, of its own class, on the meta device, with the adapter in it."""
+        kind = self.kind
+        with torch.device("meta"), unfit(f"transformers builds no {kind.__name__} of this config"):
+            model = kind._from_config(copy.deepcopy(self.config), **arguments)
+        if self.adapter is not None:
+            if (other := self.adapted_kind) is not None:
+                raise ValueError(f"the adapter {self.adapter} makes a {other.__name__} of a {kind.__name__}")
+            with torch.device("meta"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # loading says the same
+                _with_adapter(model, self.adapter)
+        return model
+
+    def load(self, **arguments: Any) -> Any:
+        """The model, of the class that it was saved from, with all of its weights and no others, and the adapter on it.
+
+        Raises:
+            Refused: weights are missing, left over, of another shape, NaN or infinite.
+        """
+        other = self.adapted_kind
+        kind = other or self.kind
+        with load_reports() as report:
+            try:
+                loaded, info = kind.from_pretrained(
+                    self.model, config=self.config, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
+                )
+            except (UnpicklingError, SafetensorError) as error:
+                said = "they hold more than tensors, and nothing else of a pickle is read"
+                said = str(error) if isinstance(error, SafetensorError) else said
+                raise Refused(f"{self.model}: its weights are not read: {said}") from error
+            except RuntimeError as error:
+                if not report:
+                    raise
+                raise Refused(f"{self.model}: {error}\n{report[0]}") from error
+        wrong = {
+            "are not in the checkpoint, and would be random": info["missing_keys"],
+            "are in the checkpoint, and would be dropped": info["unexpected_keys"],
+            "have another shape there, and would be random": {key for key, *_ in info["mismatched_keys"]},
+        }
+        if other is not None:  # the head comes with the adapter
+            wrong = {w: {k for k in keys if k.startswith(kind.base_model_prefix + ".")} for w, keys in wrong.items()}
+        if found := [f"{len(keys)} weights {what} ({_few(keys)})" for what, keys in wrong.items() if keys]:
+            named = ", ".join(self.config.architectures or ["no class"])
+            raise Refused(
+                f"{self.model} is not a whole {kind.__name__}: {'; '.join(found)}. Its config names {named}: correct that, or "
+                "save it again from the class that its weights belong to"
+            )
+        check_finite(loaded, self.model)
+        return loaded if self.adapter is None else _with_adapter(loaded, self.adapter)
+
+
+def edit_rope(config: Any, encoding: str, train_length: int | None = None) -> Any:
+    """A model's config with its position encoding changed, in place: "yarn:2" and the like (see `hf_longattn.rope`)."""
+    name, numbers = parse_rope(encoding)
+    return getattr(rope, name)(config, *numbers, **({} if name in ("prope", "nope") else {"train_length": train_length}))
 
 
 @contextmanager
@@ -60,100 +249,9 @@ def unfit(what: str) -> Iterator[None]:
         raise Refused(f"{what} ({type(error).__name__}: {error})") from error
 
 
-def precision_of(model: str, dtype: str = "auto", device: str = "cpu") -> str:
-    """The precision to run a checkpoint in: as asked; "auto" is its own, or float32 where that is one that the device
-    multiplies slowly. Quantised checkpoints stay "auto".
-    """
-    check_dtype(dtype, "auto")
-    config, own = config_from(model), own_precision(model)
-    half = own in ("bfloat16", "float16") and not getattr(config, "quantization_config", None)
-    return "float32" if dtype == "auto" and half and not multiplies_fast(own, device) else dtype
-
-
-def own_precision(model: str) -> str:
-    """Return the dtype that a checkpoint's config names for its weights."""
-    config = config_from(model)
-    return str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
-
-
-def load_weights(source: str, config: Any = None, adapter: str | None = None, **arguments: Any) -> Any:
-    """A checkpoint's model, of the class that it was saved from, with all of its weights and no others.
-
-    Args:
-        adapter: one to put on it, made for this class, or with the head of another (a classifier from a language model).
-
-    Raises:
-        Refused: weights are missing, left over, of another shape, NaN or infinite.
-    """
-    config = config_from(source) if config is None else config
-    other = None if adapter is None else class_for(adapter, config)
-    kind = other or class_of(config)
-    with load_reports() as report:
-        try:
-            loaded, info = kind.from_pretrained(
-                source, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
-            )
-        except (UnpicklingError, SafetensorError) as error:
-            said = "they hold more than tensors, and nothing else of a pickle is read"
-            said = str(error) if isinstance(error, SafetensorError) else said
-            raise Refused(f"{source}: its weights are not read: {said}") from error
-        except RuntimeError as error:
-            if not report:
-                raise
-            raise Refused(f"{source}: {error}\n{report[0]}") from error
-    wrong = {
-        "are not in the checkpoint, and would be random": info["missing_keys"],
-        "are in the checkpoint, and would be dropped": info["unexpected_keys"],
-        "have another shape there, and would be random": {key for key, *_ in info["mismatched_keys"]},
-    }
-    if other is not None:  # the head comes with the adapter
-        wrong = {what: {k for k in keys if k.startswith(kind.base_model_prefix + ".")} for what, keys in wrong.items()}
-    if found := [f"{len(keys)} weights {what} ({_few(keys)})" for what, keys in wrong.items() if keys]:
-        named = ", ".join(config.architectures or ["no class"])
-        raise Refused(
-            f"{source} is not a whole {kind.__name__}: {'; '.join(found)}. Its config names {named}: correct that, or save it "
-            "again from the class that its weights belong to"
-        )
-    check_finite(loaded, source)
-    return loaded if adapter is None else with_adapter(loaded, adapter)
-
-
 def _few(keys: Iterable[str]) -> str:
     names = sorted(keys)
     return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
-
-
-def class_for(adapter: str, config: Any) -> Any:
-    """The class that an adapter is made for by its task; None if that is the checkpoint's own."""
-    if Path(adapter).is_dir() and not (Path(adapter) / ADAPTER).is_file():
-        raise ValueError(f"{adapter} holds no adapter: there is no {ADAPTER} in it")
-    try:
-        from peft import auto
-    except ImportError:
-        raise ImportError('adapters need peft: pip install "hf_longattn[train]"') from None
-
-    task = PreTrainedConfig.get_config_dict(adapter, _configuration_file=ADAPTER)[0].get("task_type")
-    if not isinstance(task, str | None):
-        raise ValueError(f"{adapter}: task_type in its {ADAPTER} is {task!r}, and names no task")
-    own, peft_class = class_of(config), auto.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(task)
-    if peft_class is None or (own.can_generate() and task == "CAUSAL_LM"):
-        return None
-    kinds = [kind for _, target in adapter_classes(peft_class) for kind in classes_for(target, config)]
-    return None if own in kinds else next(iter(kinds), None)
-
-
-def class_of(config: Any) -> Any:
-    """The class that a checkpoint was saved from; ValueError if transformers has none for it."""
-    if (kind := own_class(config)) is None:
-        if named := " or ".join(config.architectures or ()):
-            raise ValueError(f"transformers has no {named} for {config.model_type}, and code beside a checkpoint is not run")
-        raise ValueError(f"{config.model_type} is not a causal language model; methods work in those alone")
-    return kind
-
-
-def speaks(config: Any) -> bool:
-    """Tell whether a checkpoint's model predicts the text that it reads, as losses and answers need."""
-    return bool(class_of(config).can_generate()) and not config.is_encoder_decoder
 
 
 def load_tokenizer(source: str) -> Any:
@@ -168,17 +266,7 @@ def load_tokenizer(source: str) -> Any:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
 
 
-def build(config: Any, **arguments: Any) -> Any:
-    """The model of a checkpoint's config, of its own class, on the meta device; ValueError if transformers has none.
-
-    The config is the model's from then on.
-    """
-    kind = class_of(config)
-    with torch.device("meta"), unfit(f"transformers builds no {kind.__name__} of this config"):
-        return kind._from_config(config, **arguments)
-
-
-def with_adapter(model: Any, adapter: str) -> Any:
+def _with_adapter(model: Any, adapter: str) -> Any:
     from peft import PeftModel
 
     try:
@@ -191,12 +279,6 @@ def with_adapter(model: Any, adapter: str) -> Any:
             f"the adapter {adapter} was made from another model: {len(mismatches)} of its weights do not fit, first of them: "
             f"{mismatches[0].removesuffix(')')}"
         ) from None
-
-
-def own_method(model: Any) -> str | None:
-    """The method that a checkpoint records in its config, or that a loaded model runs, by name."""
-    text = config_from(model).get_text_config()
-    return short(name) if is_longattn_name(name := get_implementation(text)) else None
 
 
 def carry(source: str, folder: Path, kind: Any) -> None:

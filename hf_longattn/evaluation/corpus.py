@@ -15,7 +15,7 @@ from ..integration import apply
 from ..integration.model import no_untrained_warning, running
 from ..slots.base import LengthTemperature
 from ..slots.method import SLOTS
-from .checkpoints import load_tokenizer
+from .checkpoints import Checkpoint, load_tokenizer
 from .encoder import Encoder
 from .measures.losses import Prefix, prefix_of, shortened
 from .options import EvalOptions
@@ -40,6 +40,7 @@ class Corpus:
 
     Args:
         options: with the texts and the lengths.
+        checkpoint: that of the options.
         train_length: the length that the model was trained at, in tokens; None: its config names none.
         load: from a setting to its model.
         cut: whether windows of the longest length are cut from the texts.
@@ -49,12 +50,17 @@ class Corpus:
     """
 
     def __init__(
-        self, options: EvalOptions, train_length: int | None, load: Callable[[Setting], Any], cut: bool = False
+        self,
+        options: EvalOptions,
+        checkpoint: Checkpoint,
+        train_length: int | None,
+        load: Callable[[Setting], Any],
+        cut: bool = False,
     ) -> None:
-        self.options, self.train_length, self.load = options, train_length, load
-        if options.tokenizer is None and not isinstance(options.model, str):
+        self.options, self.checkpoint, self.train_length, self.load = options, checkpoint, train_length, load
+        if options.tokenizer is None and checkpoint.is_loaded:
             raise ValueError("a loaded model is measured with its tokenizer: give tokenizer=")
-        self.tokenizer = options.tokenizer or load_tokenizer(options.model)
+        self.tokenizer = options.tokenizer or load_tokenizer(checkpoint.model)
         #: What every document begins with: the beginning-of-text token, or nothing.
         self.start = self._starting()
         self.encoded = {name: self._encode(text) for name, text in options.texts.items()}

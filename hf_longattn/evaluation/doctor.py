@@ -18,7 +18,7 @@ from ..integration.layers import language_config, pretrained
 from ..integration.model import no_untrained_warning
 from ..integration.names import is_longattn_name
 from ..integration.saved_method import ADAPTER, method_in
-from .checkpoints import config_from, load_weights, precision_of
+from .checkpoints import Checkpoint
 from .environment import LIMIT, NOTE, PROBLEM, Finding, engines, installed_versions, kernels
 from .outlook import outlook, taken, trained_line
 
@@ -31,6 +31,7 @@ def examine(model: str, dtype: str = "auto", device: str = "cpu", weights: bool 
 
     Raises:
         OSError: there is no such model.
+        ValueError: a file of it, or of the base of an adapter, is damaged.
     """
     yield from installed_versions()
     adapter = PreTrainedConfig.get_config_dict(model, _configuration_file=ADAPTER)[0] if _adapter(model) else {}
@@ -42,8 +43,9 @@ def examine(model: str, dtype: str = "auto", device: str = "cpu", weights: bool 
         yield Finding("method", "the adapter records no attention: if it was trained under a method, it runs without it", NOTE)
     yield from kernels(method)
     yield from engines(method, saved.get("architectures") or ())
+    checkpoint = Checkpoint(base, model if adapter else None)
     try:
-        config = config_from(base)
+        config = checkpoint.config
     except ValueError as error:
         yield Finding("method", f"the config is refused: {error}", PROBLEM)
         return
@@ -60,7 +62,7 @@ def examine(model: str, dtype: str = "auto", device: str = "cpu", weights: bool 
     with warnings.catch_warnings(record=True) as caught, no_untrained_warning():
         warnings.simplefilter("always", UserWarning)
         try:
-            loaded = load_weights(base, adapter=model if adapter else None, dtype=precision_of(base, dtype, device))
+            loaded = checkpoint.load(dtype=checkpoint.precision(dtype, device))
         except Refused as error:
             yield Finding("weights", str(error), PROBLEM)
             return

@@ -18,8 +18,7 @@ from ..integration.classes import loaders
 from ..integration.layers import View
 from ..integration.max_length import announce
 from ..integration.model import running
-from ..integration.names import parsed_config
-from .checkpoints import build, carry, config_from, load_tokenizer
+from .checkpoints import Checkpoint, carry, load_tokenizer
 from .experiment import fingerprint, of_text
 from .loading import load_setting
 from .preflight import check_setting
@@ -44,10 +43,9 @@ class MeasuredExtension:
     """
 
     def __init__(self, model: str, to: int, purpose: str = "both", train_length: int | None = None) -> None:
-        self.model, self.to, self.purpose, self.train_length = model, to, purpose, train_length
-        self.facts = check_setting(Setting(UNMODIFIED, train_length=train_length), model, head=False)
+        self.checkpoint, self.to, self.purpose, self.train_length = Checkpoint(model), to, purpose, train_length
+        self.facts = check_setting(Setting(UNMODIFIED, train_length=train_length), self.checkpoint, head=False)
         self.tokenizer = load_tokenizer(model)
-        self.config = config_from(model)
 
     @property
     def trained(self) -> int:
@@ -59,12 +57,13 @@ class MeasuredExtension:
 
     def own(self) -> str | None:
         """Say what the checkpoint runs already, and how that changes; None if it runs no method."""
-        if (own := parsed_config(self.config.get_text_config())) is None:
+        if (own := self.checkpoint.method) is None:
             return None
         reads = "" if own.extended_to is None else f", extended to {own.extended_to:,} tokens"
         return (
-            f"{self.model} runs {own.name} already{reads}: unmodified is the model with that, and a candidate replaces it "
-            "where both fill one slot. To take it out: hf_longattn.remove(model), then hf_longattn.save(model, folder)."
+            f"{self.checkpoint.name} runs {own.name} already{reads}: unmodified is the model with that, and a candidate "
+            "replaces it where both fill one slot. To take it out: hf_longattn.remove(model), then hf_longattn.save(model, "
+            "folder)."
         )
 
     def check_extends(self) -> None:
@@ -72,7 +71,7 @@ class MeasuredExtension:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the default; what is chosen is told
             try:
-                extend(build(self.config), self.to, purpose=self.purpose, train_length=self.train_length)
+                extend(self.checkpoint.build(), self.to, purpose=self.purpose, train_length=self.train_length)
             except NotImplementedError as error:
                 raise ValueError(str(error)) from None
 
@@ -102,7 +101,7 @@ class MeasuredExtension:
 
     def rows(self, name: str, text: str, dtype: str, out: Path | None) -> RowFile:
         """The rows of a folder (None: of no folder); ValueError: they are of another model, text, length or precision."""
-        protocol = {"model": fingerprint(self.model), "to": self.to, "trained": self.trained, "dtype": dtype}
+        protocol = {"model": fingerprint(self.checkpoint.model), "to": self.to, "trained": self.trained, "dtype": dtype}
         protocol |= {"text": {name: of_text(text)}, "seed": SEED}
         return RowFile(None if out is None else out / SEARCHED, protocol=protocol)
 
@@ -127,18 +126,18 @@ class MeasuredExtension:
         """Take out candidates that rotate in another way, where the model cannot, and say so of each."""
         for name, setting in [(n, s) for n, s in search.settings.items() if s.rope is not None]:
             try:
-                check_setting(setting, self.model)
+                check_setting(setting, self.checkpoint)
             except ValueError as error:
                 del search.settings[name]
                 yield f"{name} is left out: {error}"
 
     def by_rule(self, dtype: str, tell: Callable[[str], None]) -> Any:
         """The model that `hf_longattn.extend` makes, of one without a language-model head, whose loss cannot be measured."""
-        loaded = load_setting(Setting(UNMODIFIED), self.model, dtype)
+        loaded = load_setting(Setting(UNMODIFIED), self.checkpoint, dtype)
         tell(
-            f"{self.model} is a {type(loaded).__name__}, which has no language-model head: there is no loss to choose by. The "
-            "text is not read, and the default of hf_longattn.extend is taken. To choose by measurement, extend the language "
-            "model that it was made from."
+            f"{self.checkpoint.name} is a {type(loaded).__name__}, which has no language-model head: there is no loss to "
+            "choose by. The text is not read, and the default of hf_longattn.extend is taken. To choose by measurement, "
+            "extend the language model that it was made from."
         )
         try:
             return extend(loaded, self.to, purpose=self.purpose, train_length=self.train_length)
@@ -164,7 +163,7 @@ class MeasuredExtension:
                 "model (its config.json and *.safetensors) and run the same command, which goes on with the rows of "
                 f"{SEARCHED}"
             )
-        winner = load_setting(search.settings[choice], self.model, dtype)
+        winner = load_setting(search.settings[choice], self.checkpoint, dtype)
         if search.settings[choice].config is None:
             announce(View(winner), search.to)
         else:
@@ -181,7 +180,7 @@ class MeasuredExtension:
         with written_aside(out, ("*.safetensors", "*.safetensors.index.json")) as aside:
             winner.save_pretrained(aside)
             self.tokenizer.save_pretrained(aside)
-            carry(self.model, aside, type(winner))
+            carry(self.checkpoint.model, aside, type(winner))
         way = f"{loaders(type(winner).__name__)[0]}.from_pretrained({str(out)!r})"
         way = way if running(winner) is None else f"import hf_longattn; {way}"
         alone = ". It needs no plugin, and any tool uploads it" * (running(winner) is None)

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from ..checks import check_folder, check_model, device_of
+from ..checks import check_folder, device_of
 from ..slots.registry import did_you_mean
-from .checkpoints import own_method, precision_of
+from .checkpoints import Checkpoint
 from .corpus import Corpus
 from .experiment import Cell, Experiment, fingerprint, of_text
 from .loading import OneModel, load_setting
 from .options import EvalOptions
-from .preflight import check_lengths, check_setting
+from .preflight import check_setting
 from .report.page import DATA, FIGURES, PAGE
 from .results import Results
 from .rows import PROTOCOL, Row, RowFile, versions_line
@@ -91,19 +91,20 @@ class Runner:
     def __init__(self, options: EvalOptions) -> None:
         self.options = options
         options.device = device_of(options.device)
-        if isinstance(options.model, str):
-            check_model(options.model)
-            options.dtype = precision_of(options.model, options.dtype, options.device)
+        self.checkpoint = Checkpoint(options.model)
+        if not self.checkpoint.is_loaded:
+            options.dtype = self.checkpoint.precision(options.dtype, options.device)
         kinds = {name: task_of(name) for name in (ALIASES.get(t, t) for t in options.tasks)}
         self.settings = settings_of(options.settings)
         self.train_length: int | None = None
         self._check_settings(head=any(kind.head for kind in kinds.values()), within=any(k.within for k in kinds.values()))
         if options.prefix is not None:
             self._check_prefix(options.prefix, any(kind.prefixed for kind in kinds.values()))
-        self.corpus = Corpus(options, self.train_length, self.load, cut=any(kind.documents for kind in kinds.values()))
+        self.corpus = Corpus(
+            options, self.checkpoint, self.train_length, self.load, cut=any(kind.documents for kind in kinds.values())
+        )
         self.tasks = [kind(self.corpus, name) for name, kind in kinds.items()]
-        whole = isinstance(options.model, str)
-        self._loads = None if whole else OneModel(options.model)
+        self._loads = OneModel(self.checkpoint) if self.checkpoint.is_loaded else None
 
     @property
     def title(self) -> str:
@@ -114,7 +115,7 @@ class Runner:
     def load(self, setting: Setting) -> Any:
         """A model under a setting."""
         options = self.options
-        return self._loads(setting) if self._loads else load_setting(setting, options.model, options.dtype, options.device)
+        return self._loads(setting) if self._loads else load_setting(setting, self.checkpoint, options.dtype, options.device)
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
@@ -128,11 +129,11 @@ class Runner:
     def _check_settings(self, head: bool, within: bool) -> None:
         options = self.options
         if options.lengths:
-            check_lengths(options.model, options.lengths)
+            self.checkpoint.check_lengths(options.lengths)
         elif within:
             raise ValueError("no lengths to measure at: give some")
         for setting in self.settings:
-            facts = check_setting(setting, options.model, head)
+            facts = check_setting(setting, self.checkpoint, head)
             if setting.unmodified:
                 self.train_length = facts.train_length
         if within and self.train_length is not None and options.lengths[0] > self.train_length:
@@ -145,7 +146,7 @@ class Runner:
         setting = Setting.parse(prefix)
         if setting.method is None or setting.rope is not None:
             raise ValueError(f"the prefix is read under a method of its own, as streaming:window=4096, not under {prefix!r}")
-        check_setting(setting, self.options.model)
+        check_setting(setting, self.checkpoint)
         if not used:
             raise ValueError("a prefix belongs to the tasks loss and copies; the others read whole texts")
 
@@ -202,8 +203,9 @@ class Runner:
         if everything:
             names, others = names + others, []
         rows = [r for r in rows if r["setting"] in names]
-        facts, own, keep = self._facts(experiment, rows), own_method(self.options.model), self.options.keep
-        return Results(rows, names, self.train_length, experiment.protocol, keep, facts, own, others)
+        facts, own, keep = self._facts(experiment, rows), self.checkpoint.method, self.options.keep
+        name = None if own is None else own.name
+        return Results(rows, names, self.train_length, experiment.protocol, keep, facts, name, others)
 
     def _facts(self, experiment: Experiment, rows: Sequence[Row]) -> dict[str, str]:
         """Return the facts at the end of the page of these rows."""

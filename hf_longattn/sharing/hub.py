@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..checks import Refused, written_aside
-from ..evaluation.checkpoints import carry, load_tokenizer, own_precision
+from ..evaluation.checkpoints import Checkpoint, carry, load_tokenizer
 from ..evaluation.loading import load_setting
 from ..evaluation.settings import Setting
 from ..integration import describe, get_config
@@ -176,7 +176,8 @@ def merge(adapter: str | Path, directory: str | Path, **options: Any) -> Path:
     if "peft_type" not in saved:
         raise ValueError(f"{folder} holds a whole model: there is nothing to merge")
     base = str(saved["base_model_name_or_path"])
-    model = load_setting(Setting("adapter", adapter=str(folder)), base, own_precision(base))
+    checkpoint = Checkpoint(base)
+    model = load_setting(Setting("adapter", adapter=str(folder)), checkpoint, checkpoint.dtype)
     there = any(folder.glob("tokenizer*"))
     made: dict[str, Any] = {"tokenizer": load_tokenizer(str(folder) if there else base), "base_model": hub_id(base)}
     save(model, directory, **made | options)

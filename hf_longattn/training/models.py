@@ -1,8 +1,7 @@
-"""The model of a recipe: loaded, its position encoding, its method, its adapter."""
+"""The model of a recipe: its method, its adapter."""
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +13,6 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from ..config import LongAttnConfig
-from ..evaluation.checkpoints import build, config_from, load_weights
-from ..evaluation.checkpoints import load_tokenizer as tokenizer_of
-from ..evaluation.loading import edit_rope
-from ..evaluation.preflight import check_reads
 from ..integration import apply, get_config, rope, update
 from ..integration.internals import classes_for
 from ..integration.layers import candidates_of
@@ -27,28 +22,6 @@ from .recipe import Lora, Recipe
 
 #: Of `lora.targets`: the projections of attention, whatever the model calls them.
 ATTENTION = "attention"
-
-
-def load_tokenizer(recipe: Recipe) -> Any:
-    return tokenizer_of(recipe.tokenizer or str(recipe.model))
-
-
-def load_config(recipe: Recipe) -> tuple[Any, Any]:
-    """The config of the model to train, and that of the unmodified one; they differ by their rotary encoding."""
-    original = config_from(str(recipe.model))
-    check_reads(original, str(recipe.model))
-    config = copy.deepcopy(original)
-    if recipe.setting.rope is not None:
-        edit_rope(config, recipe.setting.rope)
-    return config, original
-
-
-def load_model(recipe: Recipe, config: Any, *, weights: bool = True) -> Any:
-    """The model without method and adapter; without weights it is on the meta device, which costs nothing."""
-    dtype = getattr(torch, recipe.dtype)
-    if not weights:
-        return build(copy.deepcopy(config), dtype=dtype)  # a method is put into that copy
-    return load_weights(str(recipe.model), config, dtype=dtype)
 
 
 def put_method(model: Any, recipe: Recipe, attention: LongAttnConfig | None, reads: int) -> Any:

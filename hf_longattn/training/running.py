@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import json
@@ -20,14 +19,15 @@ import torch
 from tqdm.auto import tqdm
 from transformers import TrainingArguments, set_seed
 
-from ..checks import check_dtype, check_model, check_output
+from ..checks import check_dtype, check_output
 from ..config import LongAttnConfig
 from ..core.kernels.precision import auto_dtype, multiplies_fast
 from ..evaluation.calibrate import calibrate
-from ..evaluation.checkpoints import carry
+from ..evaluation.checkpoints import Checkpoint, carry, load_tokenizer
 from ..evaluation.measures.probe import TOKENS
 from ..evaluation.rows import Row, alone, versions, write_whole
-from ..integration import describe, rope
+from ..evaluation.settings import Setting
+from ..integration import describe
 from ..integration.guards import table_entries
 from ..integration.max_length import trained_at
 from ..integration.planning import bound_config
@@ -39,7 +39,7 @@ from . import estimate
 from .data import Data
 from .held_out import tokens_read
 from .loss import CausalLoss, trained_by
-from .models import load_config, load_model, load_tokenizer, put_adapter, put_method, unadapted
+from .models import put_adapter, put_method, unadapted
 from .reach import AFTER, BEFORE, PASSAGES, PICTURE_FILE, PROBED, distances, picture, sentence, unprobed
 from .recipe import Evaluation, Recipe, differences, dump
 from .trainer import RecipeTrainer, arguments, check_processes, interruptible
@@ -56,6 +56,7 @@ class Prepared:
     """Everything a run needs but its weights; made by `prepare`, which refuses what cannot work.
 
     Args:
+        start: the model before training, with the recipe's position encoding; `original` has its own.
         reads: the longest text that the model sees in training, jumps of positions counted.
         methods: what the slots hold, with what the model fills in.
         back: from how far back copies are probed at the end.
@@ -70,8 +71,8 @@ class Prepared:
     tokenizer: Any
     data: Data
     attention: LongAttnConfig | None
-    config: Any
-    original: Any
+    start: Checkpoint
+    original: Checkpoint
     args: TrainingArguments
     reads: int
     methods: tuple[Method, ...]
@@ -84,7 +85,7 @@ class Prepared:
     @functools.cached_property
     def built(self) -> tuple[Any, int, int]:
         """The model without weights, under its method and in its adapter; its parameters, and those that are trained."""
-        model = load_model(self.recipe, self.config, weights=False)
+        model = self.start.build(dtype=self.recipe.dtype)
         put_method(model, self.recipe, self.attention, self.reads)
         parameters = sum(p.numel() for p in model.parameters())
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -96,14 +97,14 @@ class Prepared:
     def seconds(self) -> tuple[float, float]:
         """Estimated seconds of training, and of measuring at the end."""
         windows = _windows(self.recipe, self.args) * self.args.max_steps // self.args.world_size
-        what = (self.built[1], self.config.get_text_config(), windows, _read_at_the_end(self), _read_meanwhile(self))
+        what = (self.built[1], self.start.text_config, windows, _read_at_the_end(self), _read_meanwhile(self))
         return estimate.duration(self.recipe, self.args, *what)
 
     @property
     def bytes(self) -> tuple[float, float]:
         """That a process needs, estimated, and that it may take here."""
         _, parameters, trained = self.built
-        needed = estimate.memory(self.recipe, self.args, parameters, trained, self.config.get_text_config())
+        needed = estimate.memory(self.recipe, self.args, parameters, trained, self.start.text_config)
         return needed, estimate.machine(self.args.device)
 
     @property
@@ -148,13 +149,14 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
             pass
     checkpoint = _checkpoint(recipe, output, resume)
     check_output(output)
-    check_model(str(recipe.model))
+    original = Checkpoint(str(recipe.model))
     attention = recipe.setting.config
-    tokenizer = load_tokenizer(recipe)
-    config, original = load_config(recipe)
+    tokenizer = load_tokenizer(recipe.tokenizer or original.model)
+    original.check_reads()
+    start = original.under(recipe.setting)
     skip = _with_target_length(recipe, original)
     reads = (skip.skip.target_length if recipe.positions == "skip" else None) or recipe.length
-    reaches, methods, parameters = _reach(recipe, config, attention, reads)
+    reaches, methods, parameters = _reach(recipe, start, attention, reads)
     started = _started(recipe, output, resume)
     held_out = min(reaches, _far(started))
     data = Data(dataclasses.replace(skip, evaluation=started), tokenizer, max(held_out, PROBED) if held_out else 0)
@@ -166,10 +168,10 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
         raise ValueError(
             f"the teacher was trained at {trained} tokens; windows of {recipe.length} are beyond it: lower length"
         )
-    check_processes(recipe, args, config.get_text_config())
+    check_processes(recipe, args, start.text_config)
     text = _long_text(recipe, data, far)
     where = (recipe, output, checkpoint, tokenizer, data)
-    run = Prepared(*where, attention, config, original, args, reads, methods, back, why_not, text, False, resume)
+    run = Prepared(*where, attention, start, original, args, reads, methods, back, why_not, text, False, resume)
     return run if recipe.evaluation.far is not None else _within_budget(run, parameters)
 
 
@@ -183,7 +185,7 @@ def plan(run: Prepared) -> str:
     rows = _windows(recipe, args)
     tokens = rows * recipe.length * args.max_steps
     have = "streamed" if recipe.hub.streaming else f"{len(run.data.train)} windows"  # type: ignore[arg-type]
-    text = run.config.get_text_config()
+    text = run.start.text_config
     sizes = (recipe, args, parameters, trained, text)
     positions = f"skip, up to {run.reads:,}" if recipe.positions == "skip" else recipe.positions
     needed, there = run.bytes
@@ -275,7 +277,7 @@ def _run(prepared: Prepared, optimizer: Callable[[Any], torch.optim.Optimizer] |
     first = trainer.is_world_process_zero()
     if first and not prepared.resume:  # held-out text was chosen by the evaluation that a run began with
         write_whole(output / RECIPE_FILE, dump(recipe))
-    base = functools.partial(unadapted, wrapped, prepared.original)
+    base = functools.partial(unadapted, wrapped, prepared.original.config)
     jumps = recipe.positions == "skip"
     loss = CausalLoss(model, recipe.distill, base, jumps, trainer.part)
     with trained_by(model, loss), interruptible(trainer):
@@ -310,7 +312,7 @@ def _run(prepared: Prepared, optimizer: Callable[[Any], torch.optim.Optimizer] |
 def _model(prepared: Prepared) -> tuple[Any, Any]:
     """The model under its method, calibrated if the recipe says so; and what is trained: it, or an adapter around it."""
     recipe, attention = prepared.recipe, prepared.attention
-    model = load_model(recipe, prepared.config)
+    model = prepared.start.load(dtype=recipe.dtype)
     if recipe.calibrate and attention is not None:
         model.eval()
         attention = calibrate(model, prepared.data.first_windows(-(-recipe.calibrate // recipe.length)), attention)
@@ -325,7 +327,7 @@ def _measured(
     unadapted base; and losses of the base with YaRN for the recipe's longest length, if that is beyond its trained one."""
     recipe, original = prepared.recipe, prepared.original
     beyond = max(recipe.final_lengths) / _trained_length(original) if recipe.evaluation.compare else 0.0
-    rotates = getattr(original.get_text_config(), "rope_parameters", None)
+    rotates = getattr(original.text_config, "rope_parameters", None)
     yarn = f"{BEFORE} + YaRN x{beyond:g}" if beyond > 1 and rotates else None
     each = tokens_read(recipe, prepared.data, prepared.final_lengths) + len(prepared.back) * PASSAGES * TOKENS
     total = each * (1 + recipe.evaluation.compare)
@@ -347,7 +349,7 @@ def _measured(
                 all_of(BEFORE)
         if yarn is not None:
             bar.set_postfix_str(yarn)
-            with _another(prepared, trainer, rope.yarn(copy.deepcopy(original), beyond)):
+            with _another(prepared, trainer, original.under(Setting(yarn, rope=f"yarn:{beyond}"))):
                 measured[yarn] = trainer.held_out_metrics(recipe.final_lengths, bar.update)
     return measured, reach
 
@@ -543,7 +545,7 @@ def _within_budget(run: Prepared, parameters: int) -> Prepared:
     for back, text in ways:
         less = dataclasses.replace(run, back=back, text=text, shortened=(back, text) != (run.back, run.text))
         windows = _windows(run.recipe, args) * args.max_steps // args.world_size
-        what = (parameters, run.config.get_text_config(), windows, _read_at_the_end(less))
+        what = (parameters, run.start.text_config, windows, _read_at_the_end(less))
         training, measuring = estimate.operations(run.recipe, args, *what)
         if measuring <= SHARE * training:
             break
@@ -589,7 +591,7 @@ def _count(number: int) -> str:
     return f"{number / 1e6:.1f}M" if number >= 1e6 else f"{number / 1e3:.1f}k"
 
 
-def _with_target_length(recipe: Recipe, original: Any) -> Recipe:
+def _with_target_length(recipe: Recipe, original: Checkpoint) -> Recipe:
     """The recipe with the length that skipped positions show, which its file may leave to the model."""
     if recipe.positions != "skip" or recipe.skip.target_length is not None:
         return recipe
@@ -599,25 +601,27 @@ def _with_target_length(recipe: Recipe, original: Any) -> Recipe:
     return dataclasses.replace(recipe, skip=dataclasses.replace(recipe.skip, target_length=target_length))
 
 
-def _trained_length(config: Any) -> int:
-    text = config.get_text_config()
-    return recorded(text, text.longattn).length or sys.maxsize
+def _trained_length(checkpoint: Checkpoint) -> int:
+    return recorded(checkpoint.text_config, checkpoint.text_config.longattn).length or sys.maxsize
 
 
 @contextmanager
-def _another(prepared: Prepared, trainer: RecipeTrainer, config: Any) -> Iterator[None]:
-    """While open, what is measured is the checkpoint that training started from, loaded anew under a config."""
-    trained, trainer.causal = trainer.causal, load_model(prepared.recipe, config).to(trainer.accelerator.device)
+def _another(prepared: Prepared, trainer: RecipeTrainer, checkpoint: Checkpoint) -> Iterator[None]:
+    """While open, what is measured is another checkpoint, in the precision of the trained one."""
+    loaded = checkpoint.load(dtype=prepared.recipe.dtype)
+    trained, trainer.causal = trainer.causal, loaded.to(trainer.accelerator.device)
     try:
         yield
     finally:
         trainer.causal = trained
 
 
-def _reach(recipe: Recipe, config: Any, attention: LongAttnConfig | None, reads: int) -> tuple[int, tuple[Method, ...], int]:
+def _reach(
+    recipe: Recipe, start: Checkpoint, attention: LongAttnConfig | None, reads: int
+) -> tuple[int, tuple[Method, ...], int]:
     """Return the length that the model reads after training (0: not asked), its bound methods, and its number of
     parameters."""
-    model = load_model(recipe, config, weights=False)
+    model = start.build(dtype=recipe.dtype)
     parameters = sum(p.numel() for p in model.parameters())
     table = table_entries(model)
     _check_table(recipe, attention, reads, table)
@@ -628,10 +632,7 @@ def _reach(recipe: Recipe, config: Any, attention: LongAttnConfig | None, reads:
             raise
         return 0, (), parameters  # no method goes into it, and no probe, which jumps over positions
     reaches = max(int(min(reads, bound.reach)) if attention else reads, facts.train_length or 0)
-    text = config.get_text_config()
-    if not getattr(text, "rope_parameters", None) and not getattr(text, "alibi", False):  # what it has ends with its training
-        reaches = min(reaches, text.max_position_embeddings)
-    return reaches, bound.methods if attention else (), parameters
+    return min(reaches, start.end or reaches), bound.methods if attention else (), parameters
 
 
 def _check_table(recipe: Recipe, attention: LongAttnConfig | None, reads: int, table: int | None) -> None:

@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3Con
 import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.evaluation import token_losses
-from hf_longattn.evaluation.loading import edit_rope
+from hf_longattn.evaluation.checkpoints import edit_rope
 from hf_longattn.evaluation.settings import Setting
 from hf_longattn.training.data import skipped
 from hf_longattn.training.recipe import Skip

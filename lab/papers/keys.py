@@ -28,7 +28,7 @@ from transformers import (
 )
 
 import hf_longattn
-from hf_longattn.evaluation.loading import edit_rope
+from hf_longattn.evaluation.checkpoints import edit_rope
 from hf_longattn.evaluation.settings import Setting
 from hf_longattn.evaluation.tasks.sample import IGNORE
 from hf_longattn.integration.rope import theta_of

@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoTokenizer
 from hf_longattn import calibrate
 from hf_longattn.core.kernels.precision import auto_dtype
 from hf_longattn.evaluation import PASSAGE, experiment
+from hf_longattn.evaluation.checkpoints import Checkpoint
 from hf_longattn.evaluation.loading import load_setting
 from hf_longattn.evaluation.report import markdown
 from hf_longattn.evaluation.rows import Row, RowFile, versions_line
@@ -96,7 +97,7 @@ def capped(stretch: float, which: Sequence[str]) -> list[list[float]]:
 def load(choice: Choice, model: Path, dtype: str, calibration: Tensor) -> Any:
     """The model under a choice, measured on the calibration text (1, tokens) first if the choice wants it."""
     calibrated = (lambda model, method: calibrate(model, [calibration], method)) if choice.calibrated else None
-    return load_setting(choice.setting, str(model), dtype, calibrated=calibrated)
+    return load_setting(choice.setting, Checkpoint(str(model)), dtype, calibrated=calibrated)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, Nan
 
 from hf_longattn import training
 from hf_longattn.checks import read_text
-from hf_longattn.evaluation.loading import edit_rope
+from hf_longattn.evaluation.checkpoints import edit_rope
 from hf_longattn.evaluation.rows import write_whole
 from hf_longattn.evaluation.settings import UNMODIFIED, Setting
 from hf_longattn.integration.rope import theta_of

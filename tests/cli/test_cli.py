@@ -35,7 +35,7 @@ from typer.testing import CliRunner
 import hf_longattn
 from hf_longattn.cli import app
 from hf_longattn.cli.memory import cache_bytes
-from hf_longattn.evaluation.checkpoints import load_weights
+from hf_longattn.evaluation.checkpoints import Checkpoint
 from hf_longattn.evaluation.measures.copies import with_copies
 from hf_longattn.evaluation.search import plan_copies
 from hf_longattn.evaluation.settings import Setting, read_settings
@@ -554,7 +554,7 @@ def test_weights_that_may_be_missing_or_left_over(saved: str, tmp_path: Path) ->
         held |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(2)}
     m.save_pretrained(tmp_path)
     save_file({k: v.clone() for k, v in held.items()}, tmp_path / "model.safetensors", {"format": "pt"})
-    assert torch.equal(load_weights(str(tmp_path)).lm_head.weight, m.lm_head.weight)
+    assert torch.equal(Checkpoint(str(tmp_path)).load().lm_head.weight, m.lm_head.weight)
 
 
 def test_an_adapter_with_the_head_of_another_class(files: Path, tmp_path: Path) -> None:

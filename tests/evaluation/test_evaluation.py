@@ -35,10 +35,10 @@ from hf_longattn.evaluation import (
     token_losses,
     with_copies,
 )
-from hf_longattn.evaluation.checkpoints import precision_of
+from hf_longattn.evaluation.checkpoints import Checkpoint, edit_rope
 from hf_longattn.evaluation.corpus import reading
 from hf_longattn.evaluation.experiment import fingerprint
-from hf_longattn.evaluation.loading import edit_rope, load_setting
+from hf_longattn.evaluation.loading import load_setting
 from hf_longattn.evaluation.preflight import check_setting
 from hf_longattn.evaluation.readings import over
 from hf_longattn.evaluation.settings import Setting, parse_settings, read_settings
@@ -153,7 +153,7 @@ def test_a_prefix_is_read_once_and_settings_read_on(folder: Path, tmp_path: Path
                 settings=parse_settings([asked]))  # fmt: skip
     store = this.open(tmp_path / "out")
     store.run()
-    model = load_setting(Setting.parse(asked), str(folder / "longer"))
+    model = load_setting(Setting.parse(asked), Checkpoint(str(folder / "longer")))
     plain = AutoModelForCausalLM.from_pretrained(folder / "longer").eval()
     for document, length in itertools.product(this.corpus.documents, lengths):
         ids = document.ids[None, :length]
@@ -379,13 +379,16 @@ def test_a_checkpoints_own_method_stays_beside_what_is_asked_for(folder: Path, t
     own = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(folder / "model"), "rerope", window=100)
     own.save_pretrained(tmp_path / "own")
     tiny.tokenizer().save_pretrained(tmp_path / "own")
-    found = hf_longattn.get_config(load_setting(Setting.parse("infoscale"), str(tmp_path / "own")))
+    found = hf_longattn.get_config(load_setting(Setting.parse("infoscale"), Checkpoint(str(tmp_path / "own"))))
     assert found.name == "rerope+infoscale"
     assert found.positions.window == 100
-    assert hf_longattn.get_config(load_setting(Setting.parse("self_extend"), str(tmp_path / "own"))).name == "self_extend"
+    assert (
+        hf_longattn.get_config(load_setting(Setting.parse("self_extend"), Checkpoint(str(tmp_path / "own")))).name
+        == "self_extend"
+    )
     parts = LongAttnConfig.parse([LongAttnConfig.preset("alibi", layers=[0]), "logn"])
     asked = Setting("by layer", parts.to_dict())  # leaves no slot free
-    assert hf_longattn.get_config(load_setting(asked, str(tmp_path / "own"))).name == "alibi|logn"
+    assert hf_longattn.get_config(load_setting(asked, Checkpoint(str(tmp_path / "own")))).name == "alibi|logn"
     arguments = ["eval", str(tmp_path / "own"), "--text", str(folder / "a.txt"), "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(app, [*arguments, "--lengths", "128", "--targets", "64"])
     assert result.exit_code == 0, result.output
@@ -443,11 +446,23 @@ def test_wrong_settings_are_refused(text: str, message: str) -> None:
 
 def test_settings_are_checked_against_the_model_without_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
-    assert check_setting(Setting.parse("infoscale@ntk:2"), str(folder / "model")).train_length == 512
+    assert check_setting(Setting.parse("infoscale@ntk:2"), Checkpoint(str(folder / "model"))).train_length == 512
     with pytest.raises(ValueError, match=r"infoscale@yarn:2.*stack=True"):
-        check_setting(Setting.parse("infoscale@yarn:2"), str(folder / "model"))
+        check_setting(Setting.parse("infoscale@yarn:2"), Checkpoint(str(folder / "model")))
     with pytest.raises(ValueError, match="no rotary position encoding"):
-        check_setting(Setting.parse("rerope"), str(folder / "gpt2"))
+        check_setting(Setting.parse("rerope"), Checkpoint(str(folder / "gpt2")))
+
+
+def test_a_checkpoint_is_as_it_was_under_every_setting(folder: Path) -> None:
+    """Its config is read once, and neither a rotation, a method nor a model that is made of it is written into it."""
+    checkpoint = Checkpoint(str(folder / "model"))
+    before = checkpoint.config.to_dict()
+    for text in ("infoscale@ntk:2", "rerope"):
+        check_setting(Setting.parse(text), checkpoint)
+        load_setting(Setting.parse(text), checkpoint)
+    assert checkpoint.config.to_dict() == before
+    assert checkpoint.method is None
+    assert check_setting(Setting("unmodified"), checkpoint).rope_type == "default"
 
 
 @pytest.mark.parametrize("kind", ["beside", "inside"])
@@ -460,8 +475,8 @@ def test_adapter_settings_bring_their_attention(folder: Path, tmp_path: Path, ki
     if kind == "beside":
         model.config.save_pretrained(tmp_path / "adapter")
     (setting,) = [s for s in parse_settings([], adapters=[f"mine={tmp_path / 'adapter'}"]) if s.name == "mine"]
-    check_setting(setting, str(folder / "model"))
-    loaded = load_setting(setting, str(folder / "model"))
+    check_setting(setting, Checkpoint(str(folder / "model")))
+    loaded = load_setting(setting, Checkpoint(str(folder / "model")))
     assert hf_longattn.get_config(loaded).logit_map is not None
     ids = torch.randint(2, 90, (1, 30))
     torch.testing.assert_close(loaded(ids).logits, adapted.eval()(ids).logits, atol=1e-5, rtol=0.0)
@@ -472,15 +487,15 @@ def test_an_adapter_that_says_nothing_of_attention_is_told(folder: Path, tmp_pat
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match=r"setting 'mine': the adapter in .* records no attention.*measured without"):
-        check_setting(Setting("mine", adapter=str(tmp_path)), str(folder / "model"))
+        check_setting(Setting("mine", adapter=str(tmp_path)), Checkpoint(str(folder / "model")))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        check_setting(Setting("mine", "scale_invariant", adapter=str(tmp_path)), str(folder / "model"))
+        check_setting(Setting("mine", "scale_invariant", adapter=str(tmp_path)), Checkpoint(str(folder / "model")))
     saved = json.loads((tmp_path / "adapter_config.json").read_text())
     saved["longattn"] = LongAttnConfig.preset("infoscale", train_length=4).to_dict()
     (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
     with pytest.raises(ValueError, match=r"setting 'mine'.*stack=True"):  # found before weights are read
-        check_setting(Setting("mine", rope="yarn:2", adapter=str(tmp_path)), str(folder / "model"))
+        check_setting(Setting("mine", rope="yarn:2", adapter=str(tmp_path)), Checkpoint(str(folder / "model")))
 
 
 # rows ----------------------------------------------------------------------------------------------------------------
@@ -645,12 +660,12 @@ def test_auto_is_a_precision_that_the_cpu_multiplies_fast(
     half, out = tmp_path / "half", tmp_path / "out"
     AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16).save_pretrained(half)
     tiny.tokenizer().save_pretrained(half)
-    assert load_setting(Setting("unmodified"), str(half)).dtype == getattr(torch, read)
+    assert load_setting(Setting("unmodified"), Checkpoint(str(half))).dtype == getattr(torch, read)
     for name in ("bfloat16", "float32"):
-        assert load_setting(Setting("unmodified"), str(half), name).dtype == getattr(torch, name)
+        assert load_setting(Setting("unmodified"), Checkpoint(str(half)), name).dtype == getattr(torch, name)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not fast)
-    assert precision_of(str(half), device="cuda") == ("float32" if fast else "auto")
-    assert precision_of(str(folder / "model")) == "auto"  # float32
+    assert Checkpoint(str(half)).precision(device="cuda") == ("float32" if fast else "auto")
+    assert Checkpoint(str(folder / "model")).precision() == "auto"  # float32
     arguments = [str(half), "--text", str(folder / "a.txt"), "--out"]
     result = CliRunner().invoke(app, ["eval", *arguments, str(out), "--lengths", "128", "--targets", "64"])
     assert result.exit_code == 0, result.output
@@ -797,7 +812,7 @@ def test_long_ppl_is_the_loss_on_the_evaluators_key_tokens(
     store.run(lambda row, new: order.append((row["setting"], row["length"])) or "")
     assert order[:2] == [("@yarn:2", 512)] * 2
     assert len(order) == 6  # three settings, two documents, the one length beyond `near`
-    network = load_setting(this.settings[-1], this.options.model)
+    network = load_setting(this.settings[-1], Checkpoint(this.options.model))
     plain = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
     for document in this.corpus.documents:
         ids = this.corpus.context(document, 512)

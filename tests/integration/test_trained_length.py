@@ -25,7 +25,8 @@ import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.cli import app
 from hf_longattn.evaluation import settings as setting_grammar
-from hf_longattn.evaluation.loading import edit_rope, load_setting
+from hf_longattn.evaluation.checkpoints import Checkpoint, edit_rope
+from hf_longattn.evaluation.loading import load_setting
 from hf_longattn.evaluation.miniature import miniature
 from hf_longattn.evaluation.preflight import check_setting
 from hf_longattn.evaluation.settings import Setting, parse_settings
@@ -170,8 +171,8 @@ def test_train_length_is_for_every_method_and_every_way(tmp_path: Path) -> None:
         by_apply = hf_longattn.apply(load(tmp_path / "plain"), name, train_length=96)
         assert [read(hf_longattn.get_config(m)) for m in (by_name, by_apply)] == [96, 96]
     setting = Setting.parse("rerope:train_length=96")
-    assert check_setting(setting, str(tmp_path / "plain")).train_length == 96
-    assert hf_longattn.get_config(load_setting(setting, str(tmp_path / "plain"))).positions.window == 48
+    assert check_setting(setting, Checkpoint(str(tmp_path / "plain"))).train_length == 96
+    assert hf_longattn.get_config(load_setting(setting, Checkpoint(str(tmp_path / "plain")))).positions.window == 48
     model = hf_longattn.apply(load(tmp_path / "plain"), "rerope+infoscale", train_length=96)
     config = hf_longattn.get_config(model)
     assert (config.positions.window, config.temperature.train_length, config.train_length) == (48, 96, 96)
@@ -404,8 +405,10 @@ def test_settings_take_the_trained_length_that_a_command_is_told(tmp_path: Path)
     """Methods, position encodings and what is known of the unmodified model; what a setting says itself stands."""
     AutoModelForCausalLM.from_config(settings(512)).save_pretrained(tmp_path)
     plain, *others = parse_settings(["rerope,string_remap:train_length=48,infoscale:stack=true@yarn:2"], train_length=96)
-    assert check_setting(plain, str(tmp_path)).train_length == 96
-    rerope, string_remap, tempered = [load_setting(s, str(tmp_path), dtype="float32") for s in others[:2]] + [others[2]]
+    assert check_setting(plain, Checkpoint(str(tmp_path))).train_length == 96
+    rerope, string_remap, tempered = [load_setting(s, Checkpoint(str(tmp_path)), dtype="float32") for s in others[:2]] + [
+        others[2]
+    ]
     assert hf_longattn.get_config(rerope).positions.window == 48
     assert hf_longattn.get_config(string_remap).positions.shift == 16
     assert edit_rope(settings(512), tempered.rope, tempered.train_length).rope_parameters[ORIGINAL] == 96

@@ -244,22 +244,24 @@ class Kind:
 
 def check_weights(home: Home) -> None:
     from hf_longattn.checks import check_model
-    from hf_longattn.evaluation.checkpoints import precision_of
+    from hf_longattn.evaluation.checkpoints import Checkpoint
     from hf_longattn.evaluation.preflight import check_setting
     from hf_longattn.evaluation.settings import Setting
 
     check_model(str(home.model))
-    precision_of(str(home.model), "auto")
-    check_setting(Setting("unmodified"), str(home.model))
+    checkpoint = Checkpoint(str(home.model))
+    checkpoint.precision()
+    check_setting(Setting("unmodified"), checkpoint)
 
 
 def read_weights(home: Home) -> None:
     import torch
 
+    from hf_longattn.evaluation.checkpoints import Checkpoint
     from hf_longattn.evaluation.loading import load_setting
     from hf_longattn.evaluation.settings import Setting
 
-    loaded = load_setting(Setting("unmodified"), str(home.model), "float32")
+    loaded = load_setting(Setting("unmodified"), Checkpoint(str(home.model)), "float32")
     with torch.no_grad():
         loaded(torch.ones(1, 4, dtype=torch.long))
 
@@ -271,15 +273,17 @@ def _adapted(home: Home) -> Any:
 
 
 def check_adapter(home: Home) -> None:
+    from hf_longattn.evaluation.checkpoints import Checkpoint
     from hf_longattn.evaluation.preflight import check_setting
 
-    check_setting(_adapted(home), str(home.model))
+    check_setting(_adapted(home), Checkpoint(str(home.model)))
 
 
 def read_adapter(home: Home) -> None:
+    from hf_longattn.evaluation.checkpoints import Checkpoint
     from hf_longattn.evaluation.loading import load_setting
 
-    load_setting(_adapted(home), str(home.model), "float32")
+    load_setting(_adapted(home), Checkpoint(str(home.model)), "float32")
 
 
 def check_rows(home: Home) -> None:

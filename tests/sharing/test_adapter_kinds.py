@@ -28,6 +28,7 @@ from transformers import (
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
+from hf_longattn.evaluation.checkpoints import Checkpoint
 from hf_longattn.evaluation.loading import load_setting
 from hf_longattn.evaluation.preflight import check_setting
 from hf_longattn.evaluation.settings import Setting
@@ -222,12 +223,12 @@ def test_saved_with_a_card_and_read_by_the_commands(kind: str, bases: dict[str, 
     again = peft.PeftModel.from_pretrained(loaded(bases["llama"]), tmp_path / "it")
     close(logits(again), logits(m), 1e-6)
     setting = Setting("mine", adapter=str(tmp_path / "it"))
-    check_setting(setting, str(bases["llama"]))
+    check_setting(setting, Checkpoint(str(bases["llama"])))
     if kind == "PREFIX_TUNING":
         with pytest.raises(ValueError, match=r"of a kind that cannot be merged into a model \(PREFIX_TUNING\)"):
-            load_setting(setting, str(bases["llama"]), "float32")
+            load_setting(setting, Checkpoint(str(bases["llama"])), "float32")
         return
-    close(logits(load_setting(setting, str(bases["llama"]), "float32")), logits(m))
+    close(logits(load_setting(setting, Checkpoint(str(bases["llama"])), "float32")), logits(m))
 
 
 def test_two_adapters_that_save_learned_parameters_otherwise(bases: dict[str, Path]) -> None:

@@ -50,7 +50,7 @@ from hf_longattn.training import loss as loss_module
 from hf_longattn.training.data import Data, Finish, NeedleWindows, Windows, documents, pack, skipped
 from hf_longattn.training.held_out import windows_of
 from hf_longattn.training.loss import CausalLoss, trained_by
-from hf_longattn.training.models import load_model, put_adapter
+from hf_longattn.training.models import put_adapter
 from hf_longattn.training.recipe import Distill, Hub, Skip
 from hf_longattn.training.trainer import RecipeTrainer
 
@@ -378,7 +378,7 @@ def test_a_plan_says_where_a_method_changes_nothing(tiny: Path, tmp_path: Path) 
 def test_time_is_estimated_by_what_is_computed(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimate, "_speed", lambda *sizes: 1.0 / estimate.EFFICIENCY)
     prepared = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", positions="plain")))
-    text = prepared.config.get_text_config()
+    text = prepared.start.config.get_text_config()
 
     def seconds(recipe: Recipe, windows: int = 1) -> tuple[float, float]:
         return estimate.duration(recipe, prepared.args, 10_000, text, windows, [32, 32])
@@ -592,7 +592,7 @@ def test_recipes_take_a_model_with_a_table_of_positions(name: str, tiny: Path, t
         ours += ["method=infoscale:clamp=false", "positions=plain"]
     prepared = prepare(load_recipe(name, [*ours, *(["needle.needles=1"] if name == "needle_lora" else [])]))
     assert "infoscale" in plan(prepared)
-    wrapped = put_adapter(load_model(prepared.recipe, prepared.config, weights=False), prepared.recipe.lora, 0)
+    wrapped = put_adapter(prepared.start.build(dtype=prepared.recipe.dtype), prepared.recipe.lora, 0)
     assert wrapped.peft_config["default"].target_modules == {"c_attn", "attn.c_proj"}
     with pytest.raises(ValueError, match="in a table of 256: it cannot read 300 tokens"):
         prepare(load_recipe(name, [*ours, "length=300"]))

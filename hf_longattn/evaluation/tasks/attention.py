@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..checkpoints import build, config_from
 from ..corpus import Corpus
 from ..experiment import Cell, of_text
 from ..measures.capture import capture
@@ -64,7 +63,7 @@ class Attention(Task):
                 raise ValueError(f"{text} has {there} tokens, {self.length} are needed")
         if not corpus.encoded:
             raise ValueError("attention is looked at while a text is read: give one")
-        with capture(build(config_from(options.model)), options.layers):  # no weights; refuses layers that are not there
+        with capture(corpus.checkpoint.build(), options.layers):  # no weights; refuses layers that are not there
             pass
 
     def cells(self, setting: Setting) -> Iterator[Cell]:

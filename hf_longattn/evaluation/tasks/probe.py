@@ -13,7 +13,6 @@ from ..corpus import Corpus
 from ..experiment import Cell, of_text
 from ..measures import probe as probing
 from ..measures.copies import PASSAGE, SKIP
-from ..preflight import check_lengths
 from ..readings import Readings
 from ..report import Figure, Section, Table
 from ..report.figures import curves, tokens_shown
@@ -43,7 +42,7 @@ class ProbeTask(Task):
             raise ValueError("the model's config names no trained length: say which distances to probe")
         self.distances = options.distances or probing.distances_to(2 * (trained or 0))
         probing.distances_to(self.distances[0])
-        check_lengths(options.model, [self.distances[-1] + PASSAGE])
+        corpus.checkpoint.check_lengths([self.distances[-1] + PASSAGE])
         if not corpus.encoded:
             raise ValueError("a probe takes passages from a text: give one")
         self.ids = torch.cat([probing.passages(corpus.whole(text), options.passages, options.seed) for text in corpus.encoded])
