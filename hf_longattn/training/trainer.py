@@ -219,6 +219,7 @@ class StrengthSchedule(TrainerCallback):  # type: ignore[misc]
 
     schedules: ClassVar = ("strength",)
     strength: Strength
+    _now: float | None = dataclasses.field(default=None, init=False)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         span = self.strength.share * state.max_steps
@@ -229,6 +230,6 @@ class StrengthSchedule(TrainerCallback):  # type: ignore[misc]
         self._set(model, self.strength.end)
 
     def _set(self, model: Any, value: float) -> None:
-        if value != self.__dict__.get("_now"):
+        if value != self._now:
             update(model, strength=value)
-            self.__dict__["_now"] = value
+            self._now = value

@@ -24,6 +24,8 @@ DRAWS, DRAWN_ROWS = 8, 512
 SLOPE_FROM, SLOPE_ROWS = 16, 8
 #: Rows of outputs in float64 at a time.
 OUTPUT_ROWS = 2048
+#: What a factor of 1 may miss it by, as a polynomial computes it.
+ROUNDING = 1e-5
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class Sums:
             self._add_by_row("entropy", entropy(block.log_p), weight)
         if "temperature" in what:
             self._add_by_row("temperature", block.temperature, weight)
-            self._add_by_row("temperature_share", (block.temperature != 1).double(), weight)
+            self._add_by_row("temperature_share", ((block.temperature - 1).abs() > ROUNDING).double(), weight)
         if "mass" in what:
             sinks = block.rows.sinks(block.logits.shape[-1], self.options.sinks)[:, None]
             self._add_by_row("sink_mass", (block.log_p.exp() * sinks).sum(-1), weight)
