@@ -60,7 +60,7 @@ class AsItWas:
 
     def give_back(self) -> None:
         """Let the model run what it ran."""
-        with no_untrained_warning(), change(self.model) as view:
+        with no_untrained_warning(), change(self.model, waits=True) as view:
             for layer in view.layers:
                 kept = self.parts.get(layer.module)
                 if container_of(layer.module) is not kept:

@@ -104,9 +104,9 @@ def _warn_of_less(known: LongAttnConfig, now: LongAttnConfig, says: int) -> None
 
 
 @contextmanager
-def change(model: nn.Module) -> Iterator[View]:
+def change(model: nn.Module, waits: bool = False) -> Iterator[View]:
     """A transaction, after which adapters know what the model runs, and the user what harms untrained weights."""
-    with transaction(model) as view:
+    with transaction(model, waits) as view:
         known = view.running
         yield view
         config = view.running

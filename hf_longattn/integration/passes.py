@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -91,6 +92,7 @@ class ForwardContext:
     ones: int | None = None  # see `CacheRecord`
     after: Numbering | None = None  # the numbering of the keys in the cache after the pass
     kept: dict[Any, Any] = field(default_factory=dict)  # facts that `engines` keep for all layers
+    thread: int = field(default_factory=threading.get_ident)
 
     @property
     def runs(self) -> bool:

@@ -22,6 +22,7 @@ import functools
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -279,13 +280,23 @@ class Gate:
     begun: list[ref[Any]] = field(default_factory=list)
 
     @property
-    def running(self) -> list[ref[Any]]:
+    def running(self) -> list[Any]:
         """The passes that have not ended."""
-        return [one for one in self.begun if (now := one()) is not None and now.runs]
+        return [now for one in self.begun if (now := one()) is not None and now.runs]
+
+    @property
+    def runs_here(self) -> bool:
+        """True: one of them is this thread's, which a change would wait for in vain."""
+        return any(now.thread == threading.get_ident() for now in self.running)
 
     def let_in(self, now: Any) -> None:
         """Note a pass that begins, and forget those that are over."""
-        self.begun[:] = [*self.running, ref(now)]
+        self.begun[:] = map(ref, [*self.running, now])
+
+    def wait(self) -> None:
+        """Wait for the passes of other threads; none begins meanwhile, since this one holds the lock."""
+        while self.running and not self.runs_here:
+            time.sleep(1e-3)
 
 
 #: By state, or by model where no method came yet.
@@ -310,23 +321,36 @@ def at_gate(of: Callable[[], Any]) -> Iterator[Gate]:
                 return
 
 
+def _refused(base: nn.Module) -> RuntimeError:
+    return RuntimeError(
+        f"the attention of {type(base).__name__} is changed while a forward pass of it runs, in another thread or in "
+        "a hook: change it between two passes (while generate() runs, between two tokens: stop it first)"
+    )
+
+
 @contextmanager
-def changing(model: nn.Module, beside_passes: bool = False) -> Iterator[View]:
+def changing(model: nn.Module, beside_passes: bool = False, waits: bool = False) -> Iterator[View]:
     """A change of a model's attention, beside which no other thread changes it and no pass begins.
 
     Args:
         beside_passes: it changes nothing that a pass which runs computes.
+        waits: it gives back what was, which cannot be refused: it waits for the passes of other threads.
 
     Raises:
         RuntimeError: a forward pass of the model runs.
     """
     base = pretrained(model)
-    with at_gate(lambda: state_of(base) or base) as gate:
+
+    def where() -> Any:
+        return state_of(base) or base
+
+    if not beside_passes and gate_of(where()).runs_here:
+        raise _refused(base)  # at once: another thread may hold the lock and wait for this pass
+    with at_gate(where) as gate:
+        if waits:
+            gate.wait()
         if gate.running and not beside_passes:
-            raise RuntimeError(
-                f"the attention of {type(base).__name__} is changed while a forward pass of it runs, in another thread or in "
-                "a hook: change it between two passes (while generate() runs, between two tokens: stop it first)"
-            )
+            raise _refused(base)
         view = View(base)
         if own_configs(view):
             view = View(base)
@@ -337,9 +361,9 @@ def changing(model: nn.Module, beside_passes: bool = False) -> Iterator[View]:
 
 
 @contextmanager
-def transaction(model: nn.Module) -> Iterator[View]:
+def transaction(model: nn.Module, waits: bool = False) -> Iterator[View]:
     """A change, after an exception in which the model is as it was. RuntimeError: the method is disabled."""
-    with changing(model) as view:
+    with changing(model, waits=waits) as view:
         if view.state is not None and view.state.disabled is not None:
             raise RuntimeError("the model's method is disabled (disable_adapter): change it after enabling it again")
         undo = Undo(view)
@@ -484,7 +508,7 @@ def disable(model: nn.Module, rope_parameters: dict[str, Any] | None = None) -> 
 
 def enable(model: nn.Module) -> None:
     """Undo `disable`, if the method is disabled."""
-    with changing(model) as view:
+    with changing(model, waits=True) as view:
         state = view.state
         if state is None or state.disabled is None:
             return

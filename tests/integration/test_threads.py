@@ -108,6 +108,36 @@ def test_a_change_in_a_hook_of_its_own_pass_is_refused() -> None:
     close(logits(m, ids), logits(fresh("llama", CASES["scale_invariant"]), ids), 1e-6)
 
 
+def test_what_was_is_given_back_once_a_pass_has_ended() -> None:
+    m, ids = fresh("llama", CASES["rerope"]), tokens(1)
+    want, inside, over = logits(m, ids), threading.Event(), threading.Event()
+    for_a_while = hf_longattn.using(m, CASES["alibi"])
+    for_a_while.__enter__()
+    under = logits(m, ids)
+    handle = m.model.layers[1].register_forward_pre_hook(lambda *_: inside.set() or (over.wait(60) and None))
+    with ThreadPoolExecutor(2) as pool:
+        passing = pool.submit(logits, m, ids)
+        assert inside.wait(60)
+        giving = pool.submit(for_a_while.__exit__, None, None, None)
+        with pytest.raises(TimeoutError):
+            giving.result(timeout=0.1)
+        over.set()
+        close(passing.result(timeout=60), under, 0)
+        giving.result(timeout=60)
+    handle.remove()
+    close(logits(m, ids), want, 1e-6)
+
+
+def test_what_was_is_not_given_back_in_a_hook_of_a_pass() -> None:
+    m = fresh("llama", CASES["rerope"])
+    for_a_while = hf_longattn.using(m, CASES["alibi"])
+    for_a_while.__enter__()
+    handle = m.model.layers[1].register_forward_pre_hook(lambda *_: for_a_while.__exit__(None, None, None) and None)
+    with pytest.raises(RuntimeError, match="or in a hook"):
+        logits(m, tokens(1))
+    handle.remove()
+
+
 def test_a_pass_that_begins_beside_a_change_waits_for_it() -> None:
     m, ids = fresh("llama", CASES["rerope"]), tokens(1)
     want = logits(hf_longattn.apply(copy.deepcopy(m), CASES["alibi"]), ids)
