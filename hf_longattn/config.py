@@ -115,12 +115,15 @@ class LongAttnConfig:
                 f"{' and '.join(others)} would each take all layers that no part names: give one of them layers=, or write "
                 f"{'+'.join(others)!r} for all of them in every layer"
             )
-        backends, lengths = (
-            {x.backend for x in self.parts},
-            [(x.train_length, x.trained) for x in self.parts if x.train_length],
-        )
+        backends = {x.backend for x in self.parts}
+        lengths = [(x.train_length, x.trained) for x in self.parts if x.train_length]
         if len({length for length, _ in lengths}) > 1:
             raise ValueError("train_length is one for the model, and the parts differ in it")
+        if reads := {x.extended_to for x in (*self.parts, self)} - {None}:
+            if len(set(map(as_length, reads))) > 1:
+                raise ValueError("extended_to is one for the model, and the parts differ in it")
+            object.__setattr__(self, "extended_to", reads.pop())
+            object.__setattr__(self, "parts", tuple(dataclasses.replace(x, extended_to=None) for x in self.parts))
         length, trained = lengths[0] if lengths else (None, "")
         of_them = {
             "layers": ("full_attention", "all" if others else tuple(sorted(named))),

@@ -145,6 +145,13 @@ def test_parts_in_any_collection_are_the_same_parts() -> None:
     assert LongAttnConfig(parts=NEAR) == LongAttnConfig(parts=(NEAR,))  # type: ignore[arg-type]
 
 
+def test_how_long_a_text_is_read_may_stand_in_a_part() -> None:
+    m = hf_longattn.apply(stock("llama"), ["rerope:window=6:layers=[0]:extended_to=128", "alibi"])
+    assert (hf_longattn.get_config(m).extended_to, m.config.max_position_embeddings) == (128, 128)
+    with pytest.raises(ValueError, match="extended_to is one for the model, and the parts differ in it"):
+        LongAttnConfig.parse(["rerope:layers=[0]:extended_to=128", "rerope:extended_to=256"])
+
+
 def test_a_whole_says_of_itself_what_its_parts_say() -> None:
     whole = LongAttnConfig(parts=(NEAR, MAP.replace(backend="tiled")))
     assert (whole.layers, whole.backend, whole.name) == ((0, 1, 2), "auto", "rerope|scale_invariant")
