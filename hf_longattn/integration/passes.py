@@ -92,7 +92,7 @@ class ForwardContext:
     ones: int | None = None  # see `CacheRecord`
     after: Numbering | None = None  # the numbering of the keys in the cache after the pass
     kept: dict[Any, Any] = field(default_factory=dict)  # facts that `engines` keep for all layers
-    thread: int = field(default_factory=threading.get_ident)
+    thread: int = 0  # the identifier of the one that runs it
 
     @property
     def runs(self) -> bool:
@@ -255,6 +255,7 @@ def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...],
                 return  # it took the method out
             now.state = state = there
             _prepare(state, model)
+            now.thread = threading.get_ident()
             gate.let_in(now)
     now.whole = state.whole
     state.claims.settle()
