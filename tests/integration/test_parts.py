@@ -146,8 +146,8 @@ def test_parts_in_any_collection_are_the_same_parts() -> None:
 
 
 def test_how_long_a_text_is_read_may_stand_in_a_part() -> None:
-    m = hf_longattn.apply(stock("llama"), ["rerope:window=6:layers=[0]:extended_to=128", "alibi"])
-    assert (hf_longattn.get_config(m).extended_to, m.config.max_position_embeddings) == (128, 128)
+    m = hf_longattn.apply(stock("llama"), ["rerope:window=6:layers=[0]:extended_to=1k", "alibi"])
+    assert (hf_longattn.get_config(m).extended_to, m.config.max_position_embeddings) == (1024, 1024)
     with pytest.raises(ValueError, match="extended_to is one for the model, and the parts differ in it"):
         LongAttnConfig.parse(["rerope:layers=[0]:extended_to=128", "rerope:extended_to=256"])
 
