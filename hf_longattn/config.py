@@ -394,6 +394,10 @@ class LongAttnConfig:
         return dataclasses.replace(self, **{m.slot: m.for_heads(heads) for m in self.methods})  # type: ignore[arg-type]
 
 
+#: What Python, and so `describe`, prints for what JSON writes otherwise.
+_PYTHONS = {"True": "true", "False": "false", "None": "null"}
+
+
 def split_text(text: str) -> tuple[str, dict[str, Any], str]:
     """The names, the parameters and the position encoding of a text in the grammar above; what is not there is empty.
 
@@ -412,7 +416,7 @@ def split_text(text: str) -> tuple[str, dict[str, Any], str]:
         if not equals:
             raise ValueError(f"{pair!r} in {text!r} is not key=value")
         try:
-            parameters[key] = json.loads(value)
+            parameters[key] = json.loads(_PYTHONS.get(value, value))
         except json.JSONDecodeError:
             first, plus, more = value.partition("+")
             if plus:

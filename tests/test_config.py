@@ -273,3 +273,8 @@ def test_parameters_and_names_out_of_place_are_answered() -> None:
         LongAttnConfig.parse("rerope:window=64+infoscale")
     with pytest.raises(ValueError, match=r"a name is missing beside '\+' in 'rerope\+'"):
         LongAttnConfig.parse("rerope+")
+
+
+def test_parameters_are_read_as_python_prints_them() -> None:
+    written = LongAttnConfig.parse("infoscale+rerope:clamp=False:window=None")
+    assert (written.temperature.clamp, written.positions.window) == (False, None)  # type: ignore[union-attr]

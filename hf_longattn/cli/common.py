@@ -256,13 +256,14 @@ def stop(experiment: Experiment, out: Path | None) -> NoReturn:
 
 def show(results: Results) -> None:
     """The tables that say most, and what they come to."""
-    from ..evaluation.verdict import summary
+    from ..evaluation.verdict import headline, summary
 
     for t in results.tables():
         console.print(table(t.title, t.columns, t.shown()))
         if t.note:
             say(t.note)
-    if text := summary(results):
+    first, rest = headline(results), summary(results)
+    for text in filter(None, [first] + [rest] * (rest not in first)):
         say(text)
 
 

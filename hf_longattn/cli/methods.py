@@ -63,7 +63,7 @@ def _some(text: str) -> None:
         _one(name, made[method_class(name).slot])
     untrained = " and ".join(m.name for m in config.methods if m.needs_training)
     harm = f"needed for {untrained}: a model that was not trained with these parameters has higher losses"
-    say(f"Training: {harm if untrained else 'not needed'}.")
+    say(f"Training: {harm if untrained else 'not needed with these parameters'}.")
 
 
 def _one(name: str, made: Method) -> None:

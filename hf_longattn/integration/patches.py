@@ -321,7 +321,14 @@ def _set_attn_implementation(
 def _save_pretrained(original: Callable[..., Any], self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(self, PreTrainedModel) and say_what_runs(self) is not None and kwargs.get("state_dict") is None:
         refuse_to_save(self)
-    out = original(self, save_directory, *args, **kwargs)
+    try:
+        out = original(self, save_directory, *args, **kwargs)
+    except ValueError as error:
+        if "PEFT" not in str(error) or not is_longattn_name(get_implementation(getattr(self, "config", None))):
+            raise
+        raise ValueError(
+            f"{error} Or hf_longattn.save(model, {str(save_directory)!r}), which saves the adapter now"
+        ) from error
     announce_beside(Path(save_directory))
     return out
 

@@ -324,7 +324,8 @@ def at_gate(of: Callable[[], Any]) -> Iterator[Gate]:
 def _refused(base: nn.Module) -> RuntimeError:
     return RuntimeError(
         f"the attention of {type(base).__name__} is changed while a forward pass of it runs, in another thread or in "
-        "a hook: change it between two passes (while generate() runs, between two tokens: stop it first)"
+        "a hook: stop what generates or trains with it first, since even between two passes a text that generate() is at work "
+        "on would go on under the other method"
     )
 
 

@@ -49,6 +49,8 @@ RECIPE_FILE, METRICS_FILE, LOCK_FILE = "recipe.yaml", "metrics.json", "training.
 DAYS = 2
 #: Where the recipe does not say: tokens of the long text at the end, and the share of the training's time for measuring.
 FAR, SHARE = 16384, 1 / 3
+#: A window that is read more often than this is learned by heart.
+OFTEN = 10
 
 
 @dataclasses.dataclass
@@ -205,6 +207,8 @@ def plan(run: Prepared) -> str:
         ("time", _time(run)),
     ]
     lines += [("note", _without_effect(run, method)) for method in run.idle]
+    if not recipe.hub.streaming and (often := rows * args.max_steps / max(1, len(run.data.train))) > OFTEN:  # type: ignore[arg-type]
+        lines.append(("note", f"each window is read {often:.0f} times: give more text, or fewer steps (trainer.max_steps)"))
     if recipe.positions == "skip" and recipe.length > (known := _trained_length(run.original)):
         lines.append(("note", _longer_windows(recipe, known)))
     return "\n".join(f"{name:<11}{value}" for name, value in lines)

@@ -190,8 +190,12 @@ def test_the_command_lists_every_method_as_the_page_of_methods_does() -> None:
 @pytest.mark.parametrize(
     ("text", "lines", "training"),
     [
-        ("rerope:window=4k", ["rerope (positions): ", "window     4096 (default None)"], "not needed."),
-        ("infoscale+rerope", ["rerope (positions): ", "infoscale (temperature): ", "clamp         True "], "not needed."),
+        ("rerope:window=4k", ["rerope (positions): ", "window     4096 (default None)"], "not needed with these parameters."),
+        (
+            "infoscale+rerope",
+            ["rerope (positions): ", "infoscale (temperature): ", "clamp         True "],
+            "not needed with these parameters.",
+        ),
         ("rerope+infoscale:clamp=false", ["clamp         False (default True)"], "needed for infoscale: a model that was not"),
         ("rerope+cosscale+logn:clamp=no", [], None),
         ("ssmax+cosscale:scale=2", [], None),

@@ -549,6 +549,10 @@ def test_recipes_for_pretrained_models_ship_what_was_measured_best(
     assert 512 < max(int(longer.data.train[i]["position_ids"][-1]) for i in range(20)) < 4 * 512
     assert "positions skip, up to 2,048;" in plan(longer)
     assert "windows of 512 tokens are longer than the 256 that the model was trained at, and so is what" in plan(longer)
+    few = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", **{"trainer.max_steps": 100_000})))
+    often = round(100_000 * few.args.per_device_train_batch_size * few.args.gradient_accumulation_steps / len(few.data.train))
+    assert f"each window is read {often} times: give more text, or fewer steps" in plan(few)
+    assert "each window is read" not in plan(prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out"))))
     monkeypatch.setitem(prepare.__globals__, "_trained_length", lambda config: sys.maxsize)  # of a model that does not say
     with pytest.raises(ValueError, match=r"give skip\.target_length"):
         prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out")))
