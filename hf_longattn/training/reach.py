@@ -21,6 +21,8 @@ PROBED = PASSAGES * LEAST
 #: What the measured models are called, in the order of training.
 BEFORE, AFTER = "base", "trained"
 PICTURE_FILE = "reach.png"
+#: By how much copies from the nearest distance get worse until it is said, in nats per token.
+HARM = 0.05
 
 #: By model, its rows of a probe.
 Reach = Mapping[str, Sequence[Row]]
@@ -61,10 +63,10 @@ def sentence(reach: Reach, measured: Mapping[str, Mapping[int, Mapping[str, Any]
         text: the length of the long text; None for none.
     """
     parts = []
-    if far := {name: rows[-1] for name, rows in reach.items()}:
-        parts.append(
-            _compared(f"copies from {far[AFTER]['distance']:,} tokens back", {n: r["copy"][0] for n, r in far.items()})
-        )
+    if reach:
+        farthest = reach[AFTER][-1]
+        said = _compared(f"copies from {farthest['distance']:,} tokens back", _copies(reach, -1))
+        parts.append(said + ", no better than other text there" * (farthest["copy"][0] >= farthest["text"][0]))
     if text is not None:
         last = {
             name: next(reversed(by_length[text]["by_position"].items()))
@@ -73,7 +75,17 @@ def sentence(reach: Reach, measured: Mapping[str, Mapping[int, Mapping[str, Any]
         }
         first, end = map(int, last[AFTER][0].split("-"))
         parts.append(_compared(f"a text at its tokens {first:,} to {end:,}", {name: loss for name, (_, loss) in last.items()}))
-    return f"Reads {', and '.join(parts)}, in nats per token." if parts else ""
+    said = f"Reads {', and '.join(parts)}, in nats per token." if parts else ""
+    near = _copies(reach, 0)
+    if BEFORE in near and near[AFTER] > near[BEFORE] + HARM:
+        back = reach[AFTER][0]["distance"]
+        said += f" Copies from {back:,} tokens back got worse: {near[AFTER]:.2f} (before: {near[BEFORE]:.2f})."
+    return said
+
+
+def _copies(reach: Reach, which: int) -> dict[str, float]:
+    """The loss on copies at the nearest (0) or the farthest (-1) distance, by model."""
+    return {name: rows[which]["copy"][0] for name, rows in reach.items()}
 
 
 def _compared(what: str, losses: Mapping[str, float]) -> str:

@@ -41,7 +41,7 @@ from transformers import (
 
 import hf_longattn
 from hf_longattn.cli import app
-from hf_longattn.evaluation.rows import alone
+from hf_longattn.evaluation.rows import Row, alone
 from hf_longattn.evaluation.tasks import NeedleTask
 from hf_longattn.evaluation.tasks.sample import IGNORE
 from hf_longattn.training import RECIPES, Recipe, dump, estimate, load_recipe, plan, prepare, reach, run
@@ -1214,3 +1214,19 @@ def test_plan_says_what_is_multiplied_and_whether_slowly(
         lines = plan(prepare(load_recipe("continue_lora", overrides)))
         assert told in lines
         assert ("float32 is faster" in lines) is ("in bfloat16" in told and not fast)
+
+
+def test_a_run_says_what_it_harmed() -> None:
+    """As of a small model after three steps: the farthest copy a little better, near ones much worse."""
+
+    def rows(near: float, far: float) -> list[Row]:
+        return [{"distance": d, "copy": [c], "text": [2.7]} for d, c in ((1280, near), (8064, far))]
+
+    said = reach.sentence({"trained": rows(1.47, 3.01), "base": rows(0.62, 3.05)}, {}, None)
+    assert said == (
+        "Reads copies from 8,064 tokens back at 3.01 (before: 3.05), no better than other text there, in nats per token. "
+        "Copies from 1,280 tokens back got worse: 1.47 (before: 0.62)."
+    )
+    assert reach.sentence({"trained": rows(0.6, 0.9), "base": rows(0.6, 3.1)}, {}, None) == (
+        "Reads copies from 8,064 tokens back at 0.90 (before: 3.10), in nats per token."
+    )
