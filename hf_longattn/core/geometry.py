@@ -154,9 +154,8 @@ class AttentionLayout:
         index, first, time = rows.key_indices(kv_len)[:, 0], rows.key_starts(kv_len).expand(-1, kv_len), key_axes[0]
         inside = (index >= first) & (index <= rows.columns.high.amax(-1, keepdim=True))
         falls = (time.diff() < 0) & inside[:, 1:] & inside[:, :-1] & (first.diff() == 0)
-        return (
-            rows.masked(rows.visible(kv_len)) if bool(falls.any()) else rows
-        )  # intervals of positions are none of indices then
+        # where positions fall, an interval of them is none of indices
+        return rows.masked(rows.visible(kv_len)) if bool(falls.any()) else rows
 
     def masked(self, allowed: Tensor) -> AttentionLayout:
         """Put the rows under one more mask, bool, broadcastable to (batch, heads, q_len, kv_len)."""

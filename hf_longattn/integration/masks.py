@@ -32,7 +32,7 @@ from ..core.geometry import FAR, AttentionLayout
 from ..core.kernels.kernel import FEW_QUERIES
 from ..core.tracing import readable, sent
 from .internals import Interval, interval_of
-from .names import Before, raw_section, record_in
+from .names import before, raw_section
 
 INDEX_WIDTH = 6
 
@@ -124,10 +124,6 @@ def attention_function(name: str, module: Any) -> Any:
     """One of transformers' attention functions by its name; "eager" is the model's own."""
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
-
-
-def before(config: Any) -> Before | None:
-    return None if config is None else record_in(config).before
 
 
 def own_implementation(config: Any) -> str:

@@ -19,10 +19,10 @@ from ..slots.learned import LearnedParts, container_of
 from ..user_warnings import warn
 from .internals import get_implementation, set_implementation
 from .layers import Layer, View, language_config
-from .masks import base_implementation, before
+from .masks import base_implementation
 from .max_length import announce
 from .model_facts import own_temperature
-from .names import is_longattn_name, name_for, raw_section
+from .names import before, is_longattn_name, name_for, raw_section
 from .offload import is_empty
 from .parameters import attach
 from .planning import put, settle

@@ -17,6 +17,8 @@ from ..slots.registry import LISTENERS, STOCK, did_you_mean, from_elsewhere, lis
 from .internals import get_implementation
 
 PREFIX = "hf_longattn."
+#: What vLLM makes of the name of ours in a config, where it builds the model.
+SERVED = ("vllm", "vllm_mla")
 #: Before the class names in a strict checkpoint's config, which every other engine dispatches on and then refuses.
 TRIPWIRE = "LongAttn"
 #: The attention and the mask function that transformers gets under all names.
@@ -129,6 +131,11 @@ def record_in(config: Any) -> ConfigRecord:
     """Return the record of a config. One that was read before this package was imported has its section by its plain name."""
     of = vars(config)
     return of.get("_longattn") or ConfigRecord(of.get("longattn"))
+
+
+def before(config: Any) -> Before | None:
+    """Return what a config ran before its method; None: there is no config, or no method came."""
+    return None if config is None else record_in(config).before
 
 
 def set_record(config: Any, **changes: Any) -> None:

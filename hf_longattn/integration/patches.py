@@ -22,6 +22,7 @@ from .max_length import announce, announce_beside
 from .model import apply, change, say_what_runs, warn_of_lost_softcap, warn_untrained
 from .names import (
     PREFIX,
+    SERVED,
     TRIPWIRE,
     hint,
     is_longattn_name,
@@ -264,7 +265,7 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
                 f"{section.get('name', 'scale_invariant')!r}" + ("" if "name" in section else ", or whichever it is")
             )
         runs = get_implementation(language_config(self.config))
-        if runs == "vllm":
+        if runs in SERVED:
             return  # `engines.vllm` puts it in
         if runs is not None and runs.removeprefix("paged|") not in STOCK:
             raise ValueError(
@@ -326,9 +327,7 @@ def _save_pretrained(original: Callable[..., Any], self: Any, save_directory: An
     except ValueError as error:
         if "PEFT" not in str(error) or not is_longattn_name(get_implementation(getattr(self, "config", None))):
             raise
-        raise ValueError(
-            f"{error} Or hf_longattn.save(model, {str(save_directory)!r}), which saves the adapter now"
-        ) from error
+        raise ValueError(f"{error}; hf_longattn.save(model, {str(save_directory)!r}, overwrite=True) saves it now") from error
     announce_beside(Path(save_directory))
     return out
 

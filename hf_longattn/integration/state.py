@@ -1,6 +1,6 @@
 """The attention state of a model: all that is kept about it, and how it is put back.
 
-Whatever it belongs to has it as `_longattn`:
+Each of these has its part of it as `_longattn`:
 
     the innermost model around the attention    its `AttentionState`
     each attention module                       its `LayerPlan`, which leads there, unless it came from another model; in vLLM
@@ -40,9 +40,8 @@ from ..core.tables import TableCache
 from .device_checks import Claims
 from .internals import HOOKS, IMPLEMENTATION, buffers_of, children_of, get_implementation, is_replica, set_implementation
 from .layers import View, pretrained
-from .masks import before
 from .max_length import announce
-from .names import Before, is_longattn_name, raw_section, record_in, set_record
+from .names import Before, before, is_longattn_name, raw_section, record_in, set_record
 from .rope import Tables, build, exchange
 from .rotated_key_cache import RotatedKeyCache
 from .rotation import RotarySource

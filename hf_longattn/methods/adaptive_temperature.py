@@ -56,7 +56,7 @@ class AdaptiveTemperature(EntropyTemperature):
         return self.prepared(entropy)(entropy)
 
     def prepared(self, like: Tensor) -> Callable[[Tensor], Tensor]:
-        within = interval(self.coefficients, self.threshold, self.beyond == "saturate")
+        within = active_range(self.coefficients, self.threshold, self.beyond == "saturate")
         return functools.partial(self._factor, [like.new_full((), c) for c in self.coefficients], within)
 
     def _factor(self, coefficients: list[Tensor], within: Within, entropy: Tensor) -> Tensor:
@@ -111,16 +111,16 @@ Within: TypeAlias = tuple[float | None, float | None]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def interval(coefficients: tuple[float, ...], threshold: float, saturate: bool) -> Within:
+def active_range(coefficients: tuple[float, ...], threshold: float, saturate: bool) -> Within:
     """The entropies between which the factor is the polynomial: at either end that is 1, or what higher entropies keep.
 
-    The lower one is None where there is no such interval, as where the polynomial is above 1 at the threshold.
+    The lower one is None where there is no such range, as where the polynomial is above 1 at the threshold.
     """
-    return _interval(coefficients, threshold, saturate)
+    return _active_range(coefficients, threshold, saturate)
 
 
 @functools.cache
-def _interval(coefficients: tuple[float, ...], threshold: float, saturate: bool) -> Within:
+def _active_range(coefficients: tuple[float, ...], threshold: float, saturate: bool) -> Within:
     grid = numpy.linspace(threshold, max(threshold, 16.0), 100_001)  # 16 nats are 9 million equal keys
     top = float(grid[numpy.polyval(coefficients, grid).argmax()]) if saturate else None
     *higher, constant = coefficients

@@ -98,11 +98,16 @@ class Facts:
 
 def hub_id(name: str | None) -> str | None:
     """The name if it can be a repository on the Hub, else None (a path, or nothing)."""
+    return name if name and is_repo_name(name) and not Path(name).exists() else None
+
+
+def is_repo_name(name: str) -> bool:
+    """Tell whether a repository on the Hub can have this name."""
     try:
-        validate_repo_id(name or "/")
+        validate_repo_id(name)
     except HFValidationError:
-        return None
-    return None if Path(str(name)).exists() else name
+        return False
+    return True
 
 
 def model_card(

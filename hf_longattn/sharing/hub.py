@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from huggingface_hub.errors import HfHubHTTPError
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -27,7 +26,7 @@ from ..integration.offload import refuse_to_save
 from ..integration.saved_method import ADAPTER, saved_in
 from ..slots.registry import did_you_mean
 from ..user_warnings import warn
-from .card import Facts, contents, hub_id, link, model_card, source
+from .card import Facts, contents, hub_id, is_repo_name, link, model_card, source
 
 STUB = "modeling_longattn.py"
 #: What is uploaded: weights as safetensors and text. Optimizer states and other pickles stay where they are.
@@ -308,13 +307,11 @@ def _text(content: Path | bytes) -> str:
 
 def _check_name(base_model: str | None) -> None:
     """ValueError: a base model's name cannot be one on the Hub."""
-    try:
-        validate_repo_id(base_model or "user/name")
-    except HFValidationError:
+    if base_model and not is_repo_name(base_model):
         raise ValueError(
             f'base_model={base_model!r} cannot be a name on the Hub, and a path is of no use to others: give "user/name", or '
             "leave it out"
-        ) from None
+        )
 
 
 def _call(card: ModelCard, title: str) -> None:

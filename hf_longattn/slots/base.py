@@ -129,10 +129,10 @@ class KeyIntervals(Method, ABC):
             yield from ((f"intervals()[{n}].{name}", positions, j.double()) for name, positions in shown.items())
         distances = (i - j).double()
         yield "distance", of_one_head(self.distance(i, j), distances).nan_to_num(), distances  # of keys ahead it may be none
-        _check_bands(self)
+        _check_intervals(self)
 
 
-def _check_bands(method: KeyIntervals) -> None:
+def _check_intervals(method: KeyIntervals) -> None:
     """Raise ValueError unless every key that a query sees lies in one interval, at the distance that the method states.
 
     Looks at queries near the first positions and near powers of two, and for each at the keys at both edges of its intervals.

@@ -68,19 +68,11 @@ def way_out(recipe: Recipe, args: TrainingArguments, parameters: int, trained: i
     return less
 
 
-def duration(
-    recipe: Recipe,
-    args: TrainingArguments,
-    parameters: int,
-    text: Any,
-    windows: int,
-    measured: Sequence[int],
-    evaluated: Sequence[int] = (),
-) -> tuple[float, float]:
-    """Seconds of training and of measuring at the end; the arguments of `operations`."""
+def duration(recipe: Recipe, args: TrainingArguments, text: Any, work: tuple[float, float]) -> tuple[float, float]:
+    """Seconds of training and of measuring at the end, for the `operations` of both."""
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else getattr(torch, recipe.dtype)
     speed = EFFICIENCY * _speed(args.device, dtype, text)
-    training, measuring = operations(recipe, args, parameters, text, windows, measured, evaluated)
+    training, measuring = work
     return training / speed, measuring / speed
 
 

@@ -49,7 +49,7 @@ RECIPE_FILE, METRICS_FILE, LOCK_FILE = "recipe.yaml", "metrics.json", "training.
 DAYS = 2
 #: Where the recipe does not say: tokens of the long text at the end, and the share of the training's time for measuring.
 FAR, SHARE = 16384, 1 / 3
-#: A window that is read more often than this is learned by heart.
+#: From so many readings of each window on, a plan says so.
 OFTEN = 10
 
 
@@ -99,8 +99,9 @@ class Prepared:
     def seconds(self) -> tuple[float, float]:
         """Estimated seconds of training, and of measuring at the end."""
         windows = _windows(self.recipe, self.args) * self.args.max_steps // self.args.world_size
-        what = (self.built[1], self.start.text_config, windows, _read_at_the_end(self), _read_meanwhile(self))
-        return estimate.duration(self.recipe, self.args, *what)
+        text, read = self.start.text_config, (_read_at_the_end(self), _read_meanwhile(self))
+        work = estimate.operations(self.recipe, self.args, self.built[1], text, windows, *read)
+        return estimate.duration(self.recipe, self.args, text, work)
 
     @property
     def bytes(self) -> tuple[float, float]:

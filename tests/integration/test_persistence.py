@@ -210,15 +210,16 @@ def test_an_attention_that_a_trainer_brings_does_not_take_the_method_s_place(
     assert load(tmp_path / "plain", attn_implementation="tree_attention") is not None
 
 
-def test_vllm_s_attention_is_where_it_puts_the_method_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It builds every model under the name "vllm", and our part of it then gives the layers their method."""
-    monkeypatch.setitem(AttentionInterface._global_mapping, "vllm", lambda *_, **__: None)
+@pytest.mark.parametrize("name", ["vllm", "vllm_mla"])
+def test_vllm_s_attention_is_where_it_puts_the_method_in(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It builds models under names of its own, and our part of it then gives the layers their method."""
+    monkeypatch.setitem(AttentionInterface._global_mapping, name, lambda *_, **__: None)
     hf_longattn.apply(stock("llama"), CONFIG).save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        built = AutoModelForCausalLM.from_config(config, attn_implementation="vllm")
-    assert built.config._attn_implementation == "vllm"
+        built = AutoModelForCausalLM.from_config(config, attn_implementation=name)
+    assert built.config._attn_implementation == name
 
 
 def test_an_implementation_of_none_elsewhere_is_the_default(base: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import by_transformers, close, crossed, disturbed, needs_adapters_of_transformers, python, stock, tokens
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
@@ -25,6 +26,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
@@ -498,6 +500,19 @@ def test_hotswapping_under_a_method_is_refused(bases: dict[str, Path], tmp_path:
         hotswap_adapter(plain, tmp_path / "first", "default")
     hotswap_adapter(plain, tmp_path / "other", "default")
     close(logits(plain), logits(peft.PeftModel.from_pretrained(loaded(bases["llama"]), tmp_path / "other")), 1e-6)
+
+
+def test_what_saves_an_adapter_where_transformers_cannot(bases: dict[str, Path], tmp_path: Path) -> None:
+    """Its own methods for adapters wait for a PEFT that is not released."""
+    want = logits(m := adapted(bases["llama"], "LORA"))
+    m.save_pretrained(tmp_path / "adapter")
+    native = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    if Version(peft.__version__) >= Version(MIN_PEFT_VERSION):
+        pytest.skip("this release of transformers saves it itself")
+    with pytest.raises(ValueError, match=r"PEFT .*; hf_longattn\.save\(model, '.*again', overwrite=True\) saves it now"):
+        native.save_pretrained(tmp_path / "again")
+    hf_longattn.save(native, tmp_path / "again", overwrite=True)
+    close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "again")), want, 1e-6)
 
 
 def test_transformers_reads_weights_alone(bases: dict[str, Path], tmp_path: Path) -> None:

@@ -380,8 +380,9 @@ def test_time_is_estimated_by_what_is_computed(tiny: Path, tmp_path: Path, monke
     prepared = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", positions="plain")))
     text = prepared.start.config.get_text_config()
 
-    def seconds(recipe: Recipe, windows: int = 1) -> tuple[float, float]:
-        return estimate.duration(recipe, prepared.args, 10_000, text, windows, [32, 32])
+    def seconds(recipe: Recipe, windows: int = 1, *read: list[int]) -> tuple[float, float]:
+        work = estimate.operations(recipe, prepared.args, 10_000, text, windows, *(read or [[32, 32]]))
+        return estimate.duration(recipe, prepared.args, text, work)
 
     training, measuring = seconds(prepared.recipe)
     weights = 10_000 - 259 * 16  # those that are multiplied with
@@ -390,7 +391,7 @@ def test_time_is_estimated_by_what_is_computed(tiny: Path, tmp_path: Path, monke
     assert seconds(prepared.recipe, 3)[0] == 3 * training
     assert seconds(dataclasses.replace(prepared.recipe, lora=None))[0] > training
     run = dataclasses.replace(prepared.recipe, lora=None)
-    held_out = estimate.duration(run, prepared.args, 10_000, text, 1, [], [32, 32])[0] - seconds(run)[0]
+    held_out = seconds(run, 1, [], [32, 32])[0] - seconds(run)[0]
     assert held_out == pytest.approx(measuring)
     assert [estimate.shown(s) for s in (0.2, 50, 400, 9000)] == ["1 s", "50 s", "7 min", "2.5 h"]
 

@@ -17,7 +17,7 @@ from ....config import LongAttnConfig
 from ....core.tables import TableCache
 from ...layers import Layer, candidates_of, layers_of
 from ...model import apply
-from ...names import is_longattn_name, short
+from ...names import SERVED, is_longattn_name, short
 from ...rotation import RotarySource
 from ...state import LayerPlan, plan_of, set_plan
 from ...trained_length import ORIGINAL, rope_settings
@@ -25,8 +25,6 @@ from ...verify import NOT_ROTATED, unrotated
 
 #: Under this name an attention module of vLLM's model holds its `Part`.
 PART = "_longattn"
-#: What vLLM makes of the name of ours in a config, once it has built the model.
-RENAMED = ("vllm", "vllm_mla")
 #: Kinds of layers that vLLM's Transformers backend tells apart.
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -53,7 +51,7 @@ def is_served(config: Any) -> bool:
     """Tell whether a config that vLLM has read is that of a checkpoint with a method."""
     text = config.get_text_config()
     name = getattr(text, "_attn_implementation", None)
-    return is_longattn_name(name) or (name in RENAMED and bool(getattr(text, "longattn", None)))
+    return is_longattn_name(name) or (name in SERVED and bool(getattr(text, "longattn", None)))
 
 
 def config_of(config: Any) -> LongAttnConfig:
