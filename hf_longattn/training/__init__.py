@@ -8,20 +8,23 @@ from typing import TYPE_CHECKING
 from ..lazy_imports import names_of
 
 if TYPE_CHECKING:
+    from .preflight import Prepared as Prepared
+    from .preflight import prepare as prepare
     from .recipe import RECIPES as RECIPES
     from .recipe import Recipe as Recipe
     from .recipe import dump as dump
     from .recipe import load_recipe as load_recipe
-    from .running import Prepared as Prepared
-    from .running import excess as excess
-    from .running import last_checkpoint as last_checkpoint
-    from .running import plan as plan
-    from .running import prepare as prepare
+    from .run_folder import last_checkpoint as last_checkpoint
+    from .run_plan import excess as excess
+    from .run_plan import plan as plan
     from .running import run as run
 
 _HOME = {
     "recipe": ("RECIPES", "Recipe", "dump", "load_recipe"),
-    "running": ("Prepared", "excess", "last_checkpoint", "plan", "prepare", "run"),
+    "run_plan": ("excess", "plan"),
+    "preflight": ("Prepared", "prepare"),
+    "run_folder": ("last_checkpoint",),
+    "running": ("run",),
 }
 
 __all__ = sorted(name for names in _HOME.values() for name in names)

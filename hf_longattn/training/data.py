@@ -190,7 +190,7 @@ def skipped(input_ids: Tensor, skip: Skip, rng: random.Random) -> tuple[Tensor, 
     random amount between chunks, so that the last is below target_length. A repeating window's last chunk is overwritten by a
     random piece of the first, as far as that goes.
     """
-    assert skip.target_length is not None  # `running.prepare` saw to it
+    assert skip.target_length is not None  # `preflight.prepare` saw to it
     length = len(input_ids)
     positions = torch.arange(length)
     if rng.random() < skip.unskipped:

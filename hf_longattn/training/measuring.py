@@ -1,0 +1,131 @@
+"""The end of a run: the trained model and its base are measured, and the card says what came of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from ..evaluation.checkpoints import Checkpoint
+from ..evaluation.measures.probe import TOKENS
+from ..evaluation.rows import Row, write_whole
+from ..evaluation.settings import Setting
+from ..sharing.card import Facts
+from ..sharing.hub import write_card
+from .held_out import tokens_read
+from .preflight import Prepared
+from .reach import AFTER, BEFORE, PASSAGES, PICTURE_FILE, picture
+from .trainer import RecipeTrainer
+
+
+def measured(
+    prepared: Prepared, trainer: RecipeTrainer, base: Callable[[], AbstractContextManager[None]]
+) -> tuple[dict[str, dict[int, dict[str, Any]]], dict[str, list[Row]]]:
+    """Held-out losses by model and length, and the rows of a probe by model: of the trained model; to compare, of the
+    unadapted base; and losses of the base with YaRN for the recipe's longest length, if that is beyond its trained one."""
+    recipe, original = prepared.recipe, prepared.original
+    beyond = max(recipe.final_lengths) / prepared.trained_length if recipe.evaluation.compare else 0.0
+    rotates = getattr(original.text_config, "rope_parameters", None)
+    yarn = f"{BEFORE} + YaRN x{beyond:g}" if beyond > 1 and rotates else None
+    each = tokens_read(recipe, prepared.data, prepared.final_lengths) + len(prepared.back) * PASSAGES * TOKENS
+    total = each * (1 + recipe.evaluation.compare)
+    total += tokens_read(recipe, prepared.data, recipe.final_lengths) if yarn else 0
+    losses: dict[str, dict[int, dict[str, Any]]] = {}
+    reach: dict[str, list[Row]] = {}
+    quiet = trainer.args.disable_tqdm or not trainer.is_world_process_zero()
+    with tqdm(total=total, desc="Measuring", unit=" tokens", disable=quiet) as bar:
+
+        def all_of(name: str) -> None:
+            bar.set_postfix_str(name)
+            losses[name] = trainer.held_out_metrics(prepared.final_lengths, bar.update)
+            if prepared.back:
+                reach[name] = trainer.probed(prepared.back, bar.update)
+
+        all_of(AFTER)
+        if recipe.evaluation.compare:
+            with base() if recipe.lora is not None else _another(prepared, trainer, original):
+                all_of(BEFORE)
+        if yarn is not None:
+            bar.set_postfix_str(yarn)
+            with _another(prepared, trainer, original.under(Setting(yarn, rope=f"yarn:{beyond}"))):
+                losses[yarn] = trainer.held_out_metrics(recipe.final_lengths, bar.update)
+    return losses, reach
+
+
+@contextmanager
+def _another(prepared: Prepared, trainer: RecipeTrainer, checkpoint: Checkpoint) -> Iterator[None]:
+    """While open, what is measured is another checkpoint, in the precision of the trained one."""
+    loaded = checkpoint.load(dtype=prepared.recipe.dtype)
+    trained, trainer.causal = trainer.causal, loaded.to(trainer.accelerator.device)
+    try:
+        yield
+    finally:
+        trainer.causal = trained
+
+
+def tell(
+    prepared: Prepared,
+    wrapped: Any,
+    measured: dict[str, dict[int, dict[str, Any]]],
+    reach: dict[str, list[Row]],
+    told: str,
+) -> None:
+    """Draw what was measured and, with a method, write it on the card."""
+    recipe, output, drawn = prepared.recipe, prepared.output, None
+    if reach:
+        drawn = picture(reach, None if prepared.trained_length == sys.maxsize else prepared.trained_length)
+    if drawn:
+        write_whole(output / PICTURE_FILE, drawn)
+    if prepared.attention is None:
+        return
+    names = [name for name in ("loss", "accuracy") if name in measured[AFTER][recipe.length]]
+    by_model: dict[str, dict[str, dict[int, float]]] = {
+        model: {name: {n: x[name] for n, x in measured[model].items()} for name in names}
+        for model in (AFTER, BEFORE)
+        if model in measured
+    }
+    facts = Facts(
+        training_lengths=[recipe.length],
+        training=training_facts(prepared) | _losses(by_model, recipe.length),
+        metrics=by_model[AFTER],
+        base_metrics=by_model.get(BEFORE),
+        evaluated_on=_names(recipe.heldout or recipe.data),
+        reach=told + (f"\n\n![Losses by distance]({PICTURE_FILE})" if drawn else ""),
+    )
+    write_card(wrapped, output, output.name, facts)
+
+
+def training_facts(prepared: Prepared) -> dict[str, str]:
+    """Return the facts of a training that a card gives before it is measured."""
+    recipe, args, lora = prepared.recipe, prepared.args, prepared.recipe.lora
+    windows = prepared.windows
+    what = "all weights" if not recipe.freeze else "the method's learned parameters alone"
+    if lora is not None:
+        targets = ["the projections of attention" if target == "attention" else target for target in lora.targets]
+        what = f"LoRA of rank {lora.r}, alpha {lora.alpha}, on {', '.join(targets)}"
+    reads = f", positions skipped up to {prepared.reads:,}" if recipe.positions == "skip" else ""
+    shown = f"{windows} window{'s' * (windows > 1)} of {recipe.length:,} tokens"
+    return {
+        "recipe": recipe.name,
+        "data": _names(recipe.data),
+        "steps": f"{args.max_steps:,} of {shown}, {args.max_steps * windows * recipe.length:,} in all{reads}",
+        "trained": what,
+        "learning rate": f"{args.learning_rate:g}, {args.lr_scheduler_type.value}",
+    }
+
+
+def _losses(by_model: dict[str, dict[str, dict[int, float]]], length: int) -> dict[str, str]:
+    """The held-out loss in windows as they were trained on, before and after."""
+    before, after = (by_model.get(name, {}).get("loss", {}).get(length) for name in (BEFORE, AFTER))
+    was = "" if before is None else f"{before:.3f} before, "
+    return {} if after is None else {f"held-out loss at {length:,} tokens": f"{was}{after:.3f} after, in nats per token"}
+
+
+def _names(sources: Any) -> str:
+    """Name held-out text for a model card, without folders of this machine."""
+    names = sources if isinstance(sources, list) else [sources]
+    return ", ".join(Path(name).name if Path(name).exists() or "*" in name else name for name in names)

@@ -1,0 +1,274 @@
+"""Preflight of a run: what cannot work is refused before weights are read, and what it will take is estimated."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainingArguments
+
+from ..checks import check_dtype, check_output
+from ..config import LongAttnConfig
+from ..core.kernels.precision import auto_dtype
+from ..evaluation.checkpoints import Checkpoint, load_tokenizer
+from ..evaluation.measures.probe import TOKENS
+from ..integration.guards import table_entries
+from ..integration.planning import bound_config
+from ..integration.trained_length import recorded
+from ..slots.method import Method
+from . import estimate
+from .data import Data
+from .held_out import tokens_read
+from .models import put_adapter, put_method
+from .reach import PASSAGES, PROBED, distances, unprobed
+from .recipe import Evaluation, Recipe
+from .run_folder import LOCK_FILE, began_with, is_first, locked, resumed_from
+from .trainer import arguments, check_processes
+
+#: Where the recipe does not say: tokens of the long text at the end, and the share of the training's time for measuring.
+FAR, SHARE = 16384, 1 / 3
+
+
+@dataclasses.dataclass
+class Prepared:
+    """Everything a run needs but its weights; made by `prepare`, which refuses what cannot work.
+
+    Args:
+        start: the model before training, with the recipe's position encoding; `original` has its own.
+        empty: the model before training, without weights and before its method; `parameters` is how many it has.
+        reads: the longest text that the model sees in training, jumps of positions counted.
+        methods: what the slots hold, with what the model fills in.
+        back: from how far back copies are probed at the end.
+        unprobed: why none are, where the recipe asks for it; else empty.
+        text: the length of the long text that is read at the end, or None.
+        shortened: whether less is measured than could be, so that it takes no longer than a share of the training.
+    """
+
+    recipe: Recipe
+    output: Path
+    checkpoint: str | None
+    tokenizer: Any
+    data: Data
+    attention: LongAttnConfig | None
+    start: Checkpoint
+    original: Checkpoint
+    empty: Any
+    parameters: int
+    args: TrainingArguments
+    reads: int
+    methods: tuple[Method, ...]
+    back: tuple[int, ...]
+    unprobed: str
+    text: int | None
+    shortened: bool
+    resume: bool
+
+    @functools.cached_property
+    def built(self) -> tuple[Any, int, int]:
+        """The model without weights, under its method and in its adapter; its parameters, and those that are trained."""
+        model = put_method(self.empty, self.recipe, self.attention, self.reads)
+        parameters = sum(p.numel() for p in model.parameters())
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        if self.recipe.lora is not None:
+            trained = put_adapter(model, self.recipe.lora, self.recipe.seed).get_nb_trainable_parameters()[0]
+        return model, parameters, trained
+
+    @functools.cached_property
+    def seconds(self) -> tuple[float, float]:
+        """Estimated seconds of training, and of measuring at the end."""
+        work = self.operations(self.built[1])
+        return estimate.duration(self.recipe, self.args, self.start.text_config, work)
+
+    def operations(self, parameters: int) -> tuple[float, float]:
+        """Floating-point operations of training, and of measuring at the end."""
+        windows = self.windows * self.args.max_steps // self.args.world_size
+        read = (self.read_at_the_end, self.read_meanwhile)
+        return estimate.operations(self.recipe, self.args, parameters, self.start.text_config, windows, *read)
+
+    @property
+    def bytes(self) -> tuple[float, float]:
+        """That a process needs, estimated, and that it may take here."""
+        _, parameters, trained = self.built
+        needed = estimate.memory(self.recipe, self.args, parameters, trained, self.start.text_config)
+        return needed, estimate.machine(self.args.device)
+
+    @property
+    def seen(self) -> int:
+        """The most keys that a row of training sees: skipped positions add distances, no keys."""
+        positions = getattr(self.data.train, "positions", None)  # of packed documents, which do not see each other
+        return self.recipe.length if positions is None else int(positions.max()) + 1
+
+    @property
+    def idle(self) -> tuple[Method, ...]:
+        """The methods that change no row of training."""
+        jumps = self.recipe.positions == "skip" and self.recipe.skip.unskipped < 1
+        shown = self.reads if jumps else self.seen
+        off = self.recipe.strength is not None and not (self.recipe.strength.start or self.recipe.strength.end)
+        return tuple(
+            m
+            for m in dict.fromkeys(self.methods)
+            if (self.seen if m.slot == "temperature" else shown) <= m.identity_below or (off and m.slot == "logit_map")
+        )
+
+    @property
+    def final_lengths(self) -> list[int]:
+        """Lengths at which the trained model and its base are measured at the end."""
+        return self.recipe.final_lengths + ([] if self.text is None else [self.text])
+
+    @property
+    def windows(self) -> int:
+        """Windows that a step takes from all processes."""
+        args, processes = self.args, self.args.world_size // self.recipe.sequence_parallel
+        return int(args.per_device_train_batch_size * args.gradient_accumulation_steps * processes)
+
+    @property
+    def trained_length(self) -> int:
+        """The length that the model was trained at; `sys.maxsize` where its config does not say."""
+        return _trained_length(self.original)
+
+    @property
+    def read_at_the_end(self) -> list[int]:
+        """The length of every text that is read once the model is trained."""
+        texts = [n for n in self.final_lengths for _ in range(tokens_read(self.recipe, self.data, [n]) // n)]
+        texts += [TOKENS] * (len(self.back) * PASSAGES)
+        return texts * (1 + self.recipe.evaluation.compare)
+
+    @property
+    def read_meanwhile(self) -> list[int]:
+        """The length of every held-out text that is read while the model trains."""
+        recipe, args = self.recipe, self.args
+        every = args.eval_steps if args.eval_strategy.value == "steps" else 0
+        times = args.max_steps // math.ceil(every if every >= 1 else every * args.max_steps) if every else 0
+        return [n for n in recipe.lengths for _ in range(tokens_read(recipe, self.data, [n]) // n)] * times
+
+
+def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
+    """Check a recipe against its files, its output directory and its model's config; no weights are read.
+
+    Raises:
+        ValueError: something is missing, too short, in the way or contradictory.
+        OSError: a file or a model cannot be read.
+    """
+    assert recipe.output is not None
+    output = Path(recipe.output)
+    args = arguments(recipe)
+    check_dtype(recipe.dtype, "auto")
+    if recipe.dtype == "auto":
+        recipe = dataclasses.replace(recipe, dtype=auto_dtype(args.device))
+    if is_first() and (output / LOCK_FILE).exists():  # held, or left behind by one that was killed
+        with locked(output):
+            pass
+    checkpoint = resumed_from(recipe, output, resume)
+    check_output(output)
+    original = Checkpoint(str(recipe.model))
+    attention = recipe.setting.config
+    tokenizer = load_tokenizer(recipe.tokenizer or original.model)
+    original.check_reads()
+    start = original.under(recipe.setting)
+    skip = _with_target_length(recipe, original)
+    reads = (skip.skip.target_length if recipe.positions == "skip" else None) or recipe.length
+    empty = start.build(dtype=recipe.dtype)
+    parameters = sum(p.numel() for p in empty.parameters())
+    reaches, methods = _reach(recipe, start, empty, reads)
+    started = began_with(recipe, output, resume)
+    held_out = min(reaches, _far(started))
+    data = Data(dataclasses.replace(skip, evaluation=started), tokenizer, max(held_out, PROBED) if held_out else 0)
+    _check_held_out(recipe, data)
+    far = min(reaches, _far(recipe.evaluation))
+    back = distances(reaches, len(data.held_out)) if far else ()
+    why_not = unprobed(reaches, len(data.held_out)) if _far(recipe.evaluation) and not back else ""
+    if recipe.distill is not None and recipe.length > (trained := _trained_length(original)):
+        raise ValueError(
+            f"the teacher was trained at {trained} tokens; windows of {recipe.length} are beyond it: lower length"
+        )
+    check_processes(recipe, args, start.text_config)
+    text = _long_text(recipe, data, far)
+    where = (recipe, output, checkpoint, tokenizer, data)
+    model = (attention, start, original, empty, parameters)
+    run = Prepared(*where, *model, args, reads, methods, back, why_not, text, False, resume)
+    return run if recipe.evaluation.far is not None else _within_budget(run)
+
+
+def _with_target_length(recipe: Recipe, original: Checkpoint) -> Recipe:
+    """The recipe with the length that skipped positions show, which its file may leave to the model."""
+    if recipe.positions != "skip" or recipe.skip.target_length is not None:
+        return recipe
+    if (trained := _trained_length(original)) == sys.maxsize:
+        raise ValueError("the model's config does not say at what length it was trained: give skip.target_length")
+    target_length = 4 * max(trained, recipe.length)
+    return dataclasses.replace(recipe, skip=dataclasses.replace(recipe.skip, target_length=target_length))
+
+
+def _trained_length(checkpoint: Checkpoint) -> int:
+    return recorded(checkpoint.text_config, checkpoint.text_config.longattn).length or sys.maxsize
+
+
+def _reach(recipe: Recipe, start: Checkpoint, empty: Any, reads: int) -> tuple[int, tuple[Method, ...]]:
+    """Return the length that the model reads after training (0: not asked), and its bound methods."""
+    attention = recipe.setting.config
+    _check_table(recipe, attention, reads, table_entries(empty))
+    try:
+        bound, facts = bound_config(empty, attention or LongAttnConfig())
+    except ValueError:
+        if attention is not None:
+            raise
+        return 0, ()  # no method goes into it, and no probe, which jumps over positions
+    reaches = max(int(min(reads, bound.reach)) if attention else reads, facts.train_length or 0)
+    return min(reaches, start.end or reaches), bound.methods if attention else ()
+
+
+def _check_table(recipe: Recipe, attention: LongAttnConfig | None, reads: int, table: int | None) -> None:
+    """Raise ValueError for what a model with a learned position table (GPT-2) of so many entries does not take."""
+    if table is None:
+        return
+    remap, longest = attention and attention.remap, max(recipe.length, *recipe.lengths, *recipe.final_lengths)
+    if longest > table:
+        raise ValueError(f"this model learned its positions, in a table of {table:,}: it cannot read {longest:,} tokens")
+    wrong = [f"{remap.name} changes rotary distances"] if remap else []
+    wrong += ["skipped positions lie beyond it"] if reads > table else []
+    if wrong:
+        raise ValueError(
+            f"this model learned its positions, in a table of {table:,}, and {' and '.join(wrong)}: give "
+            "method=infoscale:clamp=false (or null) and positions=plain; the recipe method_lora has both"
+        )
+
+
+def _check_held_out(recipe: Recipe, data: Data) -> None:
+    """Raise ValueError if a resumed run is to be measured at a length that its held-out text does not have."""
+    if data.test_task is None and (longest := max(*recipe.lengths, *recipe.final_lengths)) > len(data.held_out):
+        raise ValueError(
+            f"the run began with {len(data.held_out)} tokens held out, and evaluation at length {longest} needs as many: "
+            "shorten evaluation.lengths and evaluation.final_lengths"
+        )
+
+
+def _long_text(recipe: Recipe, data: Data, most: int) -> int | None:
+    """Return how much of the held-out text is read in one piece at the end, where the recipe does not say."""
+    length = min(most, len(data.held_out))
+    asked = recipe.evaluation.final_lengths or data.test_task is not None
+    return length if length > max(recipe.final_lengths) and not asked else None
+
+
+def _far(evaluation: Evaluation) -> int:
+    """The tokens of the long text that is asked for."""
+    return FAR if evaluation.far is None else evaluation.far
+
+
+def _within_budget(run: Prepared) -> Prepared:
+    """A run that measures no more at its end than takes a `SHARE` of the training: first the long text becomes shorter, as
+    long as it is longer than the model was trained at, then it goes, and then distances of the probe."""
+    texts = [run.text]
+    while (last := texts[-1]) is not None:
+        texts.append(last // 2 if last // 2 > max(run.trained_length, *run.recipe.final_lengths) else None)
+    fewer = [run.back] + [run.back[:: len(run.back) - 1]] * (len(run.back) > 2)  # the nearest and the farthest
+    ways = [(run.back, text) for text in texts] + [(back, None) for back in fewer[1:]]
+    for back, text in ways:
+        less = dataclasses.replace(run, back=back, text=text, shortened=(back, text) != (run.back, run.text))
+        training, measuring = less.operations(run.parameters)
+        if measuring <= SHARE * training:
+            break
+    return less

@@ -1,0 +1,97 @@
+"""What a run keeps in its output folder: the recipe that it began with, checkpoints, and a lock while it trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from ..evaluation.rows import alone
+from .recipe import Evaluation, Recipe, differences, dump
+
+RECIPE_FILE, METRICS_FILE, LOCK_FILE = "recipe.yaml", "metrics.json", "training.lock"
+
+
+def is_first() -> bool:
+    """Tell whether this is the first of the processes that train together, or the only one."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def locked(output: Path) -> AbstractContextManager[None]:
+    """While open, no other command trains into a folder; `Refused` if one does."""
+    return alone(output / LOCK_FILE, "training")
+
+
+def resumed_from(recipe: Recipe, output: Path, resume: bool) -> str | None:
+    """The checkpoint to go on from; None for a new run."""
+    if not resume:
+        there = output.exists() and (not output.is_dir() or any(p.name != LOCK_FILE for p in output.iterdir()))
+        if there and is_first():  # other processes may come after the first has begun to write
+            raise ValueError(f"{output} exists; nothing is overwritten: choose another output, or continue with --resume")
+        return None
+    if not (output / RECIPE_FILE).is_file():
+        raise ValueError(f"{output} holds no run to resume")
+    if (output / METRICS_FILE).exists():
+        raise ValueError(f"the run in {output} is finished: there is nothing to resume")
+    if changed := [key for key in _changed(recipe, output) if not key.startswith("evaluation.")]:
+        raise ValueError(
+            f"{output / RECIPE_FILE} differs from this recipe in {', '.join(changed)}: resume with the settings that it was "
+            "started with (those of evaluation may change)"
+        )
+    checkpoint = last_checkpoint(output)  # none: from the start
+    return None if checkpoint is None else str(checkpoint)
+
+
+def _changed(recipe: Recipe, output: Path) -> list[str]:
+    """Return the keys in which a recipe differs from the one that started a run."""
+    before = (output / RECIPE_FILE).read_text(encoding="utf-8")
+    return [] if before == dump(recipe) else differences(before, recipe)
+
+
+def began_with(recipe: Recipe, output: Path, resume: bool) -> Evaluation:
+    """Return how a run was to be measured when it began, by which its held-out text was chosen."""
+    if not resume:
+        return recipe.evaluation
+    from omegaconf import OmegaConf
+
+    return Evaluation(**OmegaConf.to_container(OmegaConf.load(output / RECIPE_FILE))["evaluation"])  # type: ignore[arg-type, index, call-overload]
+
+
+def last_checkpoint(output: Path) -> Path | None:
+    """The checkpoint that a run can go on from, or None."""
+    whole = [path for path in output.glob("checkpoint-*") if _whole(path)]
+    return max(whole, key=lambda path: int(path.name.rpartition("-")[2])) if whole else None
+
+
+def _whole(checkpoint: Path) -> bool:
+    """Tell whether a checkpoint is complete: the Trainer writes its state last."""
+    try:
+        return bool(json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return False
+
+
+def remove_cut_short(output: Path) -> None:
+    """Remove checkpoints that were cut short: what is left of one would be read as it is written again."""
+    for path in output.glob("checkpoint-*"):
+        if not _whole(path):
+            shutil.rmtree(path)
+
+
+def remove_begun(output: Path) -> None:
+    """Remove what a run that failed early left in the way of the next."""
+    if not output.is_dir() or not is_first():
+        return
+    begun = [path for path in output.glob("checkpoint-*") if _holds_nothing(path)]
+    if {p.name for p in output.iterdir()} <= {RECIPE_FILE, LOCK_FILE, *(p.name for p in begun)}:
+        for folder in begun:
+            shutil.rmtree(folder)
+        (output / RECIPE_FILE).unlink(missing_ok=True)
+
+
+def _holds_nothing(checkpoint: Path) -> bool:
+    """Tell whether a checkpoint was cut short before its weights: it holds settings alone, and no state of the Trainer."""
+    files = [path for path in checkpoint.rglob("*") if not path.is_dir()]
+    return all(path.suffix in {".json", ".md", ".jinja", ".txt"} and path.name != "trainer_state.json" for path in files)
