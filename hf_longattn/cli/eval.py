@@ -13,15 +13,15 @@ Out = Annotated[Path | None, typer.Option(help="A folder for rows and report; an
 
 
 @measuring(
-    *("lengths", "tasks", "windows", "targets", "bos", "samples", "kinds", "chat", "depths", "near", "evaluator", "keep"),
-    *("distances", "passages", "layers", "what", "rows", "delta"),
+    *("lengths", "tasks", "windows", "targets", "bos", "samples", "kinds", "ruler_data", "chat", "depths", "near"),
+    *("evaluator", "keep", "distances", "passages", "layers", "what", "rows", "delta"),
     *("dtype", "device", "seed", "shortest_first", "prefix"),
 )
 def evaluate(
     context: typer.Context,
     model: Model,
-    text: Texts,
     out: Annotated[Path, typer.Option(help="A folder for the report; an interrupted run continues where it stopped.")],
+    text: Texts = [],  # noqa: B006
     *,
     page_only: Annotated[
         bool, typer.Option("--page-only", help="Measure nothing; write the page from all rows in the folder.")

@@ -21,6 +21,7 @@ HELP = {
     "bos": "A beginning-of-text token: auto (as the tokenizer does), always, never.",
     "samples": "Texts per task and length; for needle per depth, for ruler per kind.",
     "kinds": "ruler (RULER's questions over your text): niah_single_1, vt, ... with commas; default its thirteen.",
+    "ruler_data": "ruler: a folder with RULER's own essays and questions, in place of your text.",
     "chat": "ruler, graphwalks, key_value: ask in the model's chat template.",
     "depths": "Places of the needle, from first to last.",
     "near": "long_ppl: tokens of the short context.",
@@ -58,6 +59,8 @@ class EvalOptions:
         bos: "auto" does what the tokenizer does, "always" and "never" what they say.
         samples: texts per task and length (`needle`: per depth; `ruler`: per kind).
         kinds: of question of `ruler`, from `ruler_kinds.KINDS`; None for RULER's thirteen.
+        ruler_data: a folder with RULER's own files (PaulGrahamEssays.json, squad.json, hotpotqa.json); None: `ruler` asks
+            about the texts.
         chat: whether `ruler` and its like ask in the model's chat template.
         depths: places of the `needle` task.
         near: the context that `long_ppl` takes for short: its key tokens are those that more of it helps with.
@@ -89,6 +92,7 @@ class EvalOptions:
     bos: str = "auto"
     samples: int = 3
     kinds: Sequence[str] | None = None
+    ruler_data: str | None = None
     chat: bool = False
     depths: int = 5
     near: int = "4k"  # type: ignore[assignment]
@@ -137,6 +141,8 @@ class EvalOptions:
             raise ValueError(f"bos must be one of {', '.join(BOS)}, got {self.bos!r}")
         if self.kinds and "ruler" not in self.tasks:
             raise ValueError("kinds are of the task ruler, which is not among the tasks: add it, or leave out kinds")
+        if self.ruler_data is not None and "ruler" not in self.tasks:
+            raise ValueError("ruler_data is of the task ruler, which is not among the tasks: add it, or leave it out")
         if not 0 < self.keep <= 1:
             raise ValueError(f"keep: a share lies in (0, 1], not at {self.keep:g}")
 

@@ -98,20 +98,20 @@ def has_local(module: nn.Module, name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Interval:
+class MaskInterval:
     """A mask function that shows every row one interval of keys: causal, with a window and packing if given."""
 
     window: int | None = None
     sequence_ids: Tensor | None = None
 
 
-def interval_of(mask_function: Callable[..., Any]) -> Interval | None:
+def interval_of(mask_function: Callable[..., Any]) -> MaskInterval | None:
     """Return the interval that one of Transformers' mask functions shows; None: the function is not known.
 
     Mask functions have no attributes: names and closures say what they show. An unknown one costs memory, never exactness.
     """
     if mask_function is causal_mask_function:
-        return Interval()
+        return MaskInterval()
     if not hasattr(mask_function, "__code__"):
         return None  # a partial, or a callable object
     name = mask_function.__qualname__.removesuffix(".<locals>.inner_mask")
@@ -122,11 +122,11 @@ def interval_of(mask_function: Callable[..., Any]) -> Interval | None:
         ids = [p.sequence_ids for p in parts if p is not None and p.sequence_ids is not None]
         if None in parts or len(windows) > 1 or len(ids) > 1:
             return None
-        return Interval(window=next(iter(windows), None), sequence_ids=ids[0] if ids else None)
+        return MaskInterval(window=next(iter(windows), None), sequence_ids=ids[0] if ids else None)
     if name == "sliding_window_overlay":
-        return Interval(window=int(cells["sliding_window"].cell_contents))
+        return MaskInterval(window=int(cells["sliding_window"].cell_contents))
     if name == "packed_sequence_mask_function":
-        return Interval(sequence_ids=cells["packed_sequence_mask"].cell_contents)
+        return MaskInterval(sequence_ids=cells["packed_sequence_mask"].cell_contents)
     if name == "remap_positions_for_packed_sequence":  # inside one document positions differ as cache indices do
         return interval_of(cells["mask_function"].cell_contents)
     return None

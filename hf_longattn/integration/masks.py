@@ -31,7 +31,7 @@ from ..config import LongAttnConfig
 from ..core.geometry import FAR, AttentionLayout
 from ..core.kernels.kernel import FEW_QUERIES
 from ..core.tracing import readable, sent
-from .internals import Interval, interval_of
+from .internals import MaskInterval, interval_of
 from .names import before, raw_section
 
 INDEX_WIDTH = 6
@@ -418,7 +418,7 @@ def _ranks(visible: Tensor) -> Tensor:
     return torch.where(agree, most.long(), -FAR)
 
 
-def recognise(mask_function: Callable[..., Any]) -> Interval | None:
+def recognise(mask_function: Callable[..., Any]) -> MaskInterval | None:
     """Return the interval that a mask function shows; None: the function is not known, or a graph is traced through it."""
     if mask_function is not causal_mask_function and is_tracing():
         return None  # Dynamo does not show closures

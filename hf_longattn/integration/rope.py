@@ -142,7 +142,7 @@ def _edited(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]
 
 
 @dataclass
-class Tables:
+class RotaryTables:
     """Settings of a model's rotary encoding, and the modules that were made from them: (parent, name, module)."""
 
     settings: dict[str, Any]
@@ -154,7 +154,7 @@ def settings_of(model: Any) -> dict[str, Any] | None:
     return copy.deepcopy(getattr(_text(getattr(model, "config", model)), "rope_parameters", None)) or None
 
 
-def build(model: Any, settings: dict[str, Any]) -> Tables:
+def build(model: Any, settings: dict[str, Any]) -> RotaryTables:
     """New rotary modules for a built model, made from other settings; `exchange` puts them in."""
     text = copy.copy(_text(model.config))
     text.rope_parameters = copy.deepcopy(settings)
@@ -166,12 +166,12 @@ def build(model: Any, settings: dict[str, Any]) -> Tables:
         modules.append((parent, name, fresh))
     if not modules:
         raise ValueError(f"{type(model).__name__} has no rotary module to change")
-    return Tables(text.rope_parameters, modules)
+    return RotaryTables(text.rope_parameters, modules)
 
 
-def exchange(model: Any, tables: Tables) -> Tables:
+def exchange(model: Any, tables: RotaryTables) -> RotaryTables:
     """Put rotary modules and their settings into a built model; returns those that it had."""
-    before = Tables(_text(model.config).rope_parameters, _rotary_modules(model))
+    before = RotaryTables(_text(model.config).rope_parameters, _rotary_modules(model))
     _text(model.config).rope_parameters = tables.settings
     for parent, name, module in tables.modules:
         setattr(parent, name, module)

@@ -28,7 +28,7 @@ from .internals import storage_of
 TURNED_BYTES = 2 << 30
 
 
-class _Layer:
+class _LayerKeys:
     """The keys of one cache layer, rotated or normalised, and the keys that they were made of."""
 
     def __init__(self, by: Hashable, key: Tensor) -> None:
@@ -62,7 +62,7 @@ class RotatedKeyCache:
     """Rotated keys beside one cache, by the number of the layer."""
 
     def __init__(self) -> None:
-        self.layers: dict[int, _Layer] = {}
+        self.layers: dict[int, _LayerKeys] = {}
 
     def begin(self, cache: Cache) -> None:
         """A forward pass begins."""
@@ -98,7 +98,7 @@ def beside(now: Any, number: int | None, q_len: int, by: Hashable, key: Tensor) 
         kept = caches[cache] = RotatedKeyCache()
     own = kept.layers.get(number)
     if own is None or own.by != by:
-        kept.layers[number] = _Layer(by, key)
+        kept.layers[number] = _LayerKeys(by, key)
         return None
     if own.follows or storage_of(key) != own.storage.cdata:
         own.serves = own.follows and key.shape[2] == own.length + q_len

@@ -4,7 +4,7 @@ Each of these has its part of it as `_longattn`:
 
     the innermost model around the attention    its `AttentionState`
     each attention module                       its `LayerPlan`, which leads there, unless it came from another model; in vLLM
-                                                its `Part`
+                                                its `ServedLayer`
     a config                                    its `ConfigRecord`
     the mask of a pass                          its `MaskContext`, which leads to the pass
     a KV cache                                  its `CacheRecord`
@@ -42,7 +42,7 @@ from .internals import HOOKS, IMPLEMENTATION, buffers_of, children_of, get_imple
 from .layers import View, pretrained
 from .max_length import announce
 from .names import Before, before, is_longattn_name, raw_section, record_in, set_record
-from .rope import Tables, build, exchange
+from .rope import RotaryTables, build, exchange
 from .rotated_key_cache import RotatedKeyCache
 from .rotation import RotarySource
 from .trained_length import hides
@@ -93,7 +93,9 @@ class AttentionState:
     by_axis: Callable[..., None] | None = None  # what finds out by which of several positions it turns, when a picture comes
     alone: bool = False  # see `orphaned`
     guards: tuple[RemovableHandle, ...] = ()  # hooks that refuse calls: see `guards`
-    disabled: tuple[list[tuple[Any, str]], Tables | None, int | None] | None = None  # what `enable` puts back, in that order
+    disabled: tuple[list[tuple[Any, str]], RotaryTables | None, int | None] | None = (
+        None  # what `enable` puts back, in that order
+    )
     claims: Claims = field(default_factory=Claims)
     kinds: dict[Hashable, object] = field(default_factory=dict)  # see `LayerPlan.kind`
     beside: WeakKeyDictionary[Cache, RotatedKeyCache] = field(default_factory=WeakKeyDictionary)  # of caches; copies have none

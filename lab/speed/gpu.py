@@ -28,7 +28,7 @@ from hf_longattn import LongAttnConfig, Rotation
 from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.core.kernels import triton as launcher
 from hf_longattn.core.kernels.kernel import KernelCall
-from hf_longattn.core.kernels.triton import Blocks
+from hf_longattn.core.kernels.triton import TileSizes
 from hf_longattn.core.plan import LogitSpec
 from hf_longattn.integration.caches import CACHE
 from lab.speed.gpu_kit import UNMODIFIED, counts, in_turn, methods, milliseconds, model, peak_mib, say, saying, tensors, under
@@ -254,8 +254,8 @@ def tiles(args: Args) -> None:
     rows = AttentionLayout.causal(length, length, None, 0, torch.device(args.device))
     square = 2 * torch.log1p(torch.arange(2 * length + 512, device=args.device).double() / 10) + 1
     table = {"gain": square.sqrt()[None].float().contiguous(), "bias": (1 - square)[None].float().contiguous()}
-    sizes = [Blocks(r, c, w, s) for r, c, w in ((128, 128, 8), (128, 64, 8), (128, 64, 4), (64, 64, 4)) for s in (2, 3)]
-    sizes += [Blocks(32, 128, 8, 3), Blocks(32, 64, 4, 2)]
+    sizes = [TileSizes(r, c, w, s) for r, c, w in ((128, 128, 8), (128, 64, 8), (128, 64, 4), (64, 64, 4)) for s in (2, 3)]
+    sizes += [TileSizes(32, 128, 8, 3), TileSizes(32, 64, 4, 2)]
     own, grad = launcher._candidates, torch.randn_like(apart[0])
     for kind, spec in (
         ("map", LogitSpec(dim**-0.5, None, *table.values())),

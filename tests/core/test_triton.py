@@ -22,7 +22,7 @@ from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.core.kernels import parts, triton
 from hf_longattn.core.kernels.kernel import KernelCall
-from hf_longattn.core.kernels.triton import Blocks, why_not_triton
+from hf_longattn.core.kernels.triton import TileSizes, why_not_triton
 from hf_longattn.core.lower import distance_tables
 from hf_longattn.core.plan import LogitSpec
 
@@ -34,7 +34,7 @@ IN_A_MODEL += ("streaming+adaptive", "attention_sink_learned", "softmax_plus")
 
 
 def tiles(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None:
-    monkeypatch.setattr(triton, "_candidates", lambda *_: (Blocks(rows, columns, 4, 1),))
+    monkeypatch.setattr(triton, "_candidates", lambda *_: (TileSizes(rows, columns, 4, 1),))
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ from hf_longattn.evaluation import EvalOptions, Runner
 from hf_longattn.evaluation.results import Results
 from hf_longattn.evaluation.tasks import ruler_prompts as prompts
 from hf_longattn.evaluation.tasks.ruler import CHUNK, THRESHOLD
+from hf_longattn.evaluation.tasks.ruler_data import FILES, RulerData
 from hf_longattn.evaluation.tasks.ruler_kinds import (
     DEPTHS,
     KINDS,
@@ -331,9 +332,91 @@ def test_effective_lengths() -> None:
     assert [row[0] for row in section.tables[1].rows] == ["logn"]
 
 
+@pytest.fixture
+def rulers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder as RULER's own files are, of made-up contents, and its word lists."""
+    essay = {"text": prose(3000)}
+    articles = [
+        [
+            {
+                "context": f"Article {a} paragraph {p} says place{a}x{p}. " + prose(30, seed=10 * a + p),
+                "qas": [
+                    {"question": f"Where is {a} {p}?", "answers": [{"text": f"place{a}x{p}"}], "is_impossible": False},
+                    {"question": "No answer?", "answers": [], "is_impossible": True},
+                ],
+            }
+            for p in range(5)
+        ]
+        for a in range(30)
+    ]
+    squad = {"data": [{"paragraphs": article} for article in articles]}
+    hotpotqa = [
+        {
+            "question": f"Both {n}?",
+            "answer": f"only{n}",
+            "context": [[f"T{n} {i}", [f"only{n}. "] * (i < 2)] for i in range(10)],
+        }
+        for n in range(40)
+    ]
+    for name, content in zip(FILES, (essay, squad, hotpotqa), strict=True):
+        (tmp_path / name).write_text(json.dumps(content))
+    assets = tmp_path / "wonderwords" / "assets"
+    assets.mkdir(parents=True)
+    for kind in ("noun", "adjective", "verb"):
+        (assets / f"{kind}list.txt").write_text("\n".join(f"{kind}{n}" for n in range(500)))
+        (assets / "__init__.py").touch()
+    (assets.parent / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("wonderwords", "wonderwords.assets"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def test_questions_of_rulers_own_data(rulers: Path) -> None:
+    """Keys are an adjective and a noun, essays its own; SQuAD's other paragraphs come first, then others; HotpotQA's ten are
+    all there."""
+    source = RulerData(rulers, lambda text: len(text.split()))
+
+    def made(kind: str, size: int) -> Any:
+        return KINDS[kind].make(random.Random(5), size, 4096, source)
+
+    needle = made("niah_single_2", 500)
+    assert re.search(r"number for adjective\d+-noun\d+ mentioned", needle.text)
+    assert solve_niah(needle.text) == [*needle.answers]
+    assert " ".join(source.essay(50)) in needle.text[:2000]
+    for size in (3, 5, 20):
+        asked = made("qa_1", size)
+        number, paragraph = re.search(r"Where is (\d+) (\d+)\?$", asked.text).groups()  # type: ignore[union-attr]
+        shown = re.findall(r"Article (\d+) paragraph (\d+) ", asked.text)
+        assert len(shown) == size
+        assert asked.answers == (f"place{number}x{paragraph}",)
+        assert (number, paragraph) in shown
+        assert len([a for a, _ in shown if a == number]) == min(size, 5)
+    both = made("qa_2", 12)
+    which = re.search(r"Both (\d+)\?$", both.text)[1]  # type: ignore[index]
+    titles = re.findall(r"\nT(\d+) \d\n", both.text)
+    assert both.answers == (f"only{which}",)
+    assert titles.count(which) == 10
+    assert len(titles) == 12
+    assert set(re.findall(r"\d+\. ([a-z]+)\d+", made("cwe", 60).text)) == {"noun", "adjective", "verb"}
+    assert made("qa_1", 5) == made("qa_1", 5)
+
+
+def test_rulers_own_data_is_measured_without_a_text(model: Path, rulers: Path) -> None:
+    options = {"tasks": "ruler", "kinds": "niah_single_1,qa_2", "lengths": [2048], "samples": 1, "ruler_data": str(rulers)}
+    results = hf_longattn.evaluate(str(model), {}, **options)
+    (section,) = [s for s in results.sections() if s.tables]
+    assert section.title == "RULER, its own data"
+    assert "your text" not in section.text
+    (rulers / FILES[1]).unlink()
+    with pytest.raises(ValueError, match=r"holds no squad\.json: give the folder of RULER's files"):
+        hf_longattn.evaluate(str(model), {}, **options)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"tasks": "loss", "ruler_data": "there"}, "ruler_data is of the task ruler, which is not among the tasks"),
         ({"tasks": "loss", "kinds": "vt"}, "kinds are of the task ruler, which is not among the tasks"),
         ({"tasks": "ruler", "kinds": "niah_singel_1"}, "unknown kind 'niah_singel_1'; did you mean 'niah_single_1'"),
         ({"tasks": "key_value", "lengths": [200]}, "task key_value, key_value at 200 tokens: no room for a question"),

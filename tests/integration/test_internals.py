@@ -26,7 +26,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_longattn.integration import internals
-from hf_longattn.integration.internals import Interval, interval_of
+from hf_longattn.integration.internals import MaskInterval, interval_of
 
 
 def test_the_implementation_is_an_entry_of_each_config() -> None:
@@ -84,8 +84,8 @@ def test_mask_functions_are_known_by_their_closures() -> None:
     ids = torch.tensor([[0, 0, 1]])
     window = masking_utils.sliding_window_causal_mask_function(8)
     packed = masking_utils.packed_sequence_mask_function(ids)
-    assert interval_of(masking_utils.causal_mask_function) == Interval()
-    assert interval_of(window) == Interval(window=8)
+    assert interval_of(masking_utils.causal_mask_function) == MaskInterval()
+    assert interval_of(window) == MaskInterval(window=8)
     both = interval_of(masking_utils.and_masks(window, packed))
     assert both is not None
     assert both.window == 8

@@ -365,8 +365,8 @@ def test_mask_functions_are_recognised() -> None:
     ids = torch.tensor([[0, 0, 1]])
     positions = torch.tensor([[0, 1, 0]])
     causal = masking_utils.causal_mask_function
-    assert masks.recognise(causal) == masks.Interval()
-    assert masks.recognise(masking_utils.sliding_window_causal_mask_function(7)) == masks.Interval(window=7)
+    assert masks.recognise(causal) == masks.MaskInterval()
+    assert masks.recognise(masking_utils.sliding_window_causal_mask_function(7)) == masks.MaskInterval(window=7)
     packed = masks.recognise(pack(causal, positions, ids))
     assert packed is not None
     assert packed.sequence_ids is ids

@@ -101,7 +101,7 @@ def decoding(dtype: torch.dtype, head_dim: int, options: dict[str, Any]) -> None
     cos = [torch.ones(1, length, 1, head_dim // 2) for length in (rows, n)]
     turns = [(x, x) if options.get("turn") else None for x in cos]
     mask = torch.ones(1, 1, 1, n, dtype=torch.bool) if options.get("masked") else None
-    interval = parts.Interval(torch.zeros(1, rows, 5, dtype=torch.int32), mask, None, None, *turns)
+    interval = parts.DeviceSegment(torch.zeros(1, rows, 5, dtype=torch.int32), mask, None, None, *turns)
     table = torch.ones(1, 8192) if options.get("map") else None
     spec, layout = LogitSpec(0.1, options.get("softcap"), table, table), (0, head_dim // 2, False)
     parts.scores(query, key, [interval], spec, 0.1, None, options.get("normed", False), layout)

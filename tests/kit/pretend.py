@@ -320,7 +320,7 @@ def _gradients(given: Any, *flat: Any) -> tuple[Tensor, ...]:
 def _scores(
     query: Tensor,
     key: Tensor,
-    intervals: Sequence[parts.Interval],
+    intervals: Sequence[parts.DeviceSegment],
     spec: LogitSpec,
     scaling: float,
     row_scale: Tensor | None,

@@ -28,7 +28,7 @@ class FewOnCUDA:
         self.spec, self.fold, self.cosine, self.temper = plan.logits, plan.fold, plan.cosine, plan.temper
         self.layout = None if turn is None else turn.layout
         self.group = query.shape[1] // plan.key.shape[1]
-        self.intervals: list[parts.Interval] = []
+        self.intervals: list[parts.DeviceSegment] = []
         for segment in plan.segments:
             own = segment.rows
             if known and own.once(("seen", self.kv_len), functools.partial(own.seen, self.kv_len)) is None:
@@ -37,7 +37,7 @@ class FewOnCUDA:
             allowed, query_ids, key_ids = (None if x is None else sent(x, device) for x in tensors)
             turns = ((segment.query, rows.query_places()), (segment.key, rows.key_places(self.kv_len)))
             angles = (None if turn is None else turn.kept_angles(at, plan.tables, device) for turn, at in turns)
-            self.intervals.append(parts.Interval(own.packed(device), allowed, query_ids, key_ids, *angles))
+            self.intervals.append(parts.DeviceSegment(own.packed(device), allowed, query_ids, key_ids, *angles))
         self._known: dict[Hashable, list[parts.Launch]] = {}
 
     def __call__(

@@ -22,7 +22,7 @@ from . import parts as programs
 from .by_segment import BySegment
 from .kernel import MASK_VALUE, Kernel, KernelCall, KernelFailure, Result
 from .precision import halves_are_fast
-from .tiles import Blocks
+from .tiles import TiledCall
 
 #: As many parts a segment may have on a GPU, each of which is a launch or two.
 FEW_PARTS = 16
@@ -254,7 +254,7 @@ def _fits(call: KernelCall) -> bool:
 def _attend(call: KernelCall) -> Result:
     """The entropy is lse - scaling q . (sum_j p_j k_j): attention whose values are its keys."""
     if not _fits(call):
-        return Blocks(call).attend()
+        return TiledCall(call).attend()
     out, lse = _output([bands.parts(call)], [call.spec.scaling], None, call.value, call.query, call.key)
     entropy = lse.new_zeros(0)
     if call.with_entropy:
@@ -267,7 +267,7 @@ def _gradients(
     call: KernelCall, d_out: Tensor, d_lse: Tensor | None, d_entropy: Tensor | None, out: Tensor, lse: Tensor, entropy: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if not _fits(call):
-        return Blocks(call).gradients(d_out, d_lse, d_entropy, out, lse, entropy)
+        return TiledCall(call).gradients(d_out, d_lse, d_entropy, out, lse, entropy)
     delta = torch.zeros_like(lse)
     if call.value is not None:
         d_out, out = d_out.to(lse.dtype), out.to(lse.dtype)

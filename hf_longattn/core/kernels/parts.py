@@ -87,7 +87,7 @@ def _tile(width: int, dtype: torch.dtype) -> tuple[int, int]:
 Layout: TypeAlias = tuple[int, int, bool]
 
 
-class Interval(NamedTuple):
+class DeviceSegment(NamedTuple):
     """A segment's rows on the device, and the angles by which its queries and keys are turned; as `scores` takes them."""
 
     bounds: Tensor
@@ -107,7 +107,7 @@ ALIGNED = 16
 def scores(
     query: Tensor,
     key: Tensor,
-    intervals: Sequence[Interval],
+    intervals: Sequence[DeviceSegment],
     spec: LogitSpec,
     scaling: float,
     row_scale: Tensor | None,

@@ -12,23 +12,25 @@ from . import operators, sdpa
 from .by_segment import BySegment
 from .kernel import Kernel, KernelCall, Result
 from .precision import halves_are_fast
-from .tiles import Blocks, dropout_seed
+from .tiles import TiledCall, dropout_seed
 
 
 def run(call: KernelCall) -> Result:
     """Attention under a Toeplitz-affine logit map."""
     half = halves_are_fast(call.value)  # but gradients take probabilities that nothing has rounded
-    return _run(call._replace(seed=dropout_seed(call.dropout)), lambda own: Blocks(own, half).attend())
+    return _run(call._replace(seed=dropout_seed(call.dropout)), lambda own: TiledCall(own, half).attend())
 
 
 def tempered(call: KernelCall, temper: Callable[[Tensor], Tensor]) -> Tensor:
     """The output under a temperature by entropy (see `BySegment`): rows are held whole, so that products are computed once."""
     with torch.no_grad(), torch.autocast(call.query.device.type, enabled=False):
         own = call._replace(seed=dropout_seed(call.dropout))
-        return Blocks(own, halves_are_fast(call.value), temper).attend()[0]
+        return TiledCall(own, halves_are_fast(call.value), temper).attend()[0]
 
 
-_run = operators.attention("tiled", lambda call: Blocks(call).attend(), lambda call, *given: Blocks(call).gradients(*given))
+_run = operators.attention(
+    "tiled", lambda call: TiledCall(call).attend(), lambda call, *given: TiledCall(call).gradients(*given)
+)
 
 KERNEL = Kernel(
     "tiled",

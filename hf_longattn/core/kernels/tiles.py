@@ -35,7 +35,7 @@ Sums: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
 Gradients: TypeAlias = dict[str, Tensor]
 
 
-class Blocks:
+class TiledCall:
     """A call in computing dtype and block order: what all its tiles share.
 
     Args:
@@ -216,7 +216,7 @@ class Tile:
     """Some heads of one batch row, query rows r0:r1 (in reverse order), key columns c0:c1: a block, or a part of one."""
 
     def __init__(
-        self, blocks: Blocks, number: int, b: int, h: slice, r0: int, r1: int, c0: int, c1: int, bounds: _Bounds
+        self, blocks: TiledCall, number: int, b: int, h: slice, r0: int, r1: int, c0: int, c1: int, bounds: _Bounds
     ) -> None:
         self.blocks, self.number, self.b, self.h = blocks, number, b, h
         self.r, self.c = slice(r0, r1), slice(c0, c1)

@@ -136,7 +136,7 @@ def _cached_fits(gain: Tensor, bias: Tensor, half: bool) -> Tensor:
 # Which tiles ---------------------------------------------------------------------------------------------------------
 
 
-class Blocks(NamedTuple):
+class TileSizes(NamedTuple):
     """Sizes of one kernel's tiles, at least 16, at most 128, and how it is launched."""
 
     rows: int
@@ -152,37 +152,47 @@ class Blocks(NamedTuple):
 
 #: Tiles by kernel, half precision or not, and the largest padded head_dim; the fastest first, each kind ends in one that fits
 #: 101,376 bytes of shared memory (an RTX 4090's; an A100 has 166,912, an H100 232,448). Tried on an H100 at 16,384 tokens.
-CANDIDATES: dict[tuple[str, bool, int], tuple[Blocks, ...]] = {
-    ("forward", True, 64): (Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2)),
-    ("forward", True, 128): (Blocks(128, 128, 8, 2), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 2)),
-    ("forward", True, 256): (Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2), Blocks(64, 32, 4, 1), Blocks(32, 32, 4, 1)),
-    ("forward", True, 512): (Blocks(64, 32, 8, 2), Blocks(64, 16, 8, 1), Blocks(32, 16, 4, 1)),
-    ("forward", False, 64): (Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)),
-    ("forward", False, 128): (Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)),
-    ("forward", False, 256): (Blocks(32, 32, 4, 1), Blocks(32, 16, 4, 1)),
-    ("forward", False, 512): (Blocks(16, 16, 4, 1),),
-    ("entropy", True, 64): (Blocks(64, 64, 4, 3),),
-    ("entropy", True, 128): (Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2)),
-    ("query", True, 64): (Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2)),
-    ("query", True, 128): (Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 1)),
-    ("query", True, 256): (Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 1), Blocks(32, 32, 4, 1)),
-    ("query", True, 512): (Blocks(32, 32, 8, 1), Blocks(16, 16, 4, 1)),
-    ("query", False, 64): (Blocks(32, 32, 4, 1),),
-    ("query", False, 128): (Blocks(32, 32, 4, 1), Blocks(16, 16, 4, 1)),
-    ("query", False, 256): (Blocks(16, 16, 4, 1),),
-    ("query", False, 512): (Blocks(16, 16, 4, 1),),
-    ("key", True, 64): (Blocks(32, 128, 8, 3), Blocks(64, 64, 4, 2)),
-    ("key", True, 128): (Blocks(32, 128, 8, 3), Blocks(32, 128, 8, 2), Blocks(32, 64, 4, 2), Blocks(32, 64, 4, 1)),
-    ("key", True, 256): (Blocks(64, 64, 8, 2), Blocks(32, 64, 8, 1), Blocks(32, 32, 4, 1)),
-    ("key", True, 512): (Blocks(32, 32, 8, 1), Blocks(16, 16, 4, 1)),
-    ("key", False, 64): (Blocks(32, 32, 4, 1),),
-    ("key", False, 128): (Blocks(32, 32, 4, 1), Blocks(16, 16, 4, 1)),
-    ("key", False, 256): (Blocks(16, 16, 4, 1),),
-    ("key", False, 512): (Blocks(16, 16, 4, 1),),
+CANDIDATES: dict[tuple[str, bool, int], tuple[TileSizes, ...]] = {
+    ("forward", True, 64): (TileSizes(64, 64, 4, 3), TileSizes(64, 64, 4, 2)),
+    ("forward", True, 128): (
+        TileSizes(128, 128, 8, 2),
+        TileSizes(64, 64, 4, 3),
+        TileSizes(64, 64, 4, 2),
+        TileSizes(64, 32, 4, 2),
+    ),
+    ("forward", True, 256): (
+        TileSizes(128, 64, 8, 2),
+        TileSizes(128, 32, 8, 2),
+        TileSizes(64, 32, 4, 1),
+        TileSizes(32, 32, 4, 1),
+    ),
+    ("forward", True, 512): (TileSizes(64, 32, 8, 2), TileSizes(64, 16, 8, 1), TileSizes(32, 16, 4, 1)),
+    ("forward", False, 64): (TileSizes(64, 32, 4, 2), TileSizes(32, 32, 4, 1)),
+    ("forward", False, 128): (TileSizes(64, 32, 4, 2), TileSizes(32, 32, 4, 1)),
+    ("forward", False, 256): (TileSizes(32, 32, 4, 1), TileSizes(32, 16, 4, 1)),
+    ("forward", False, 512): (TileSizes(16, 16, 4, 1),),
+    ("entropy", True, 64): (TileSizes(64, 64, 4, 3),),
+    ("entropy", True, 128): (TileSizes(64, 64, 4, 3), TileSizes(64, 64, 4, 2)),
+    ("query", True, 64): (TileSizes(128, 64, 8, 3), TileSizes(128, 64, 8, 2), TileSizes(64, 64, 4, 2)),
+    ("query", True, 128): (TileSizes(128, 64, 8, 2), TileSizes(64, 64, 4, 2), TileSizes(64, 32, 4, 1)),
+    ("query", True, 256): (TileSizes(64, 64, 8, 2), TileSizes(64, 32, 8, 1), TileSizes(32, 32, 4, 1)),
+    ("query", True, 512): (TileSizes(32, 32, 8, 1), TileSizes(16, 16, 4, 1)),
+    ("query", False, 64): (TileSizes(32, 32, 4, 1),),
+    ("query", False, 128): (TileSizes(32, 32, 4, 1), TileSizes(16, 16, 4, 1)),
+    ("query", False, 256): (TileSizes(16, 16, 4, 1),),
+    ("query", False, 512): (TileSizes(16, 16, 4, 1),),
+    ("key", True, 64): (TileSizes(32, 128, 8, 3), TileSizes(64, 64, 4, 2)),
+    ("key", True, 128): (TileSizes(32, 128, 8, 3), TileSizes(32, 128, 8, 2), TileSizes(32, 64, 4, 2), TileSizes(32, 64, 4, 1)),
+    ("key", True, 256): (TileSizes(64, 64, 8, 2), TileSizes(32, 64, 8, 1), TileSizes(32, 32, 4, 1)),
+    ("key", True, 512): (TileSizes(32, 32, 8, 1), TileSizes(16, 16, 4, 1)),
+    ("key", False, 64): (TileSizes(32, 32, 4, 1),),
+    ("key", False, 128): (TileSizes(32, 32, 4, 1), TileSizes(16, 16, 4, 1)),
+    ("key", False, 256): (TileSizes(16, 16, 4, 1),),
+    ("key", False, 512): (TileSizes(16, 16, 4, 1),),
 }
 
 
-def _candidates(kernel: str, query: Tensor, value: Tensor | None) -> tuple[Blocks, ...]:
+def _candidates(kernel: str, query: Tensor, value: Tensor | None) -> tuple[TileSizes, ...]:
     width = max(query.shape[-1], 0 if value is None else value.shape[-1])
     padded, half = next((w for w in (64, 128, 256) if width <= w), LARGEST_HEAD), query.dtype != torch.float32
     if kernel == "forward" and value is None and ("entropy", half, padded) in CANDIDATES:
@@ -193,7 +203,7 @@ def _candidates(kernel: str, query: Tensor, value: Tensor | None) -> tuple[Block
     return found
 
 
-def small_first(kernel: str, candidates: Iterable[Blocks]) -> tuple[Blocks, ...]:
+def small_first(kernel: str, candidates: Iterable[TileSizes]) -> tuple[TileSizes, ...]:
     """For a GPU that holds products in registers."""
     small = SMALL // 2 if kernel == "key" else SMALL
     return tuple(sorted(candidates, key=lambda blocks: blocks.rows * blocks.columns > small))
@@ -224,7 +234,9 @@ def _shared_memory(device: torch.device) -> int:
 _FAILED: dict[Any, str] = {}
 
 
-def _launch(name: str, call: KernelCall, constants: dict[str, Any], launch: Callable[[Blocks, dict[str, Any]], None]) -> None:
+def _launch(
+    name: str, call: KernelCall, constants: dict[str, Any], launch: Callable[[TileSizes, dict[str, Any]], None]
+) -> None:
     """Launch the first of a kernel's candidates that works."""
     query, value = call.query, call.value
     width, limit, why = max(constants["DP"], constants["EP"]), _shared_memory(query.device), "no tiles fit"
@@ -334,7 +346,7 @@ def _forward(call: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
     entropy = query.new_empty((batch, heads, q_len) if call.with_entropy else (0,), dtype=torch.float32)
     (tensors, strides), numbers = _inputs(call, lse), _numbers(call)
 
-    def launch(blocks: Blocks, constants: dict[str, Any]) -> None:
+    def launch(blocks: TileSizes, constants: dict[str, Any]) -> None:
         kernels.forward_kernel[triton.cdiv(q_len, blocks.rows), batch * heads](
             query, key, key if value is None else value, out, lse, entropy, *tensors, *strides, q_len, key.shape[2],
             *numbers[:2], call.dropout, _share(call.dropout), call.spec.sinks, **constants,
@@ -344,7 +356,7 @@ def _forward(call: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
         _launch("forward", call, _constants(call, call.with_entropy), launch)
     except KernelFailure as failed:
         _warn(str(failed))
-        return tiles.Blocks(call._replace(with_lse=True)).attend()
+        return tiles.TiledCall(call._replace(with_lse=True)).attend()
     return out, lse, entropy
 
 
@@ -369,13 +381,13 @@ def gradients(
     scalars = (*numbers, call.dropout, _share(call.dropout), spec.sinks)
     constants = _constants(call, d_entropy is not None)
 
-    def by_rows(blocks: Blocks, constants: dict[str, Any]) -> None:
+    def by_rows(blocks: TileSizes, constants: dict[str, Any]) -> None:
         kernels.query_kernel[triton.cdiv(q_len, blocks.rows), batch * heads](
             *vectors, out, d_query, d_row_scale, d_bias_scale, lse, by_row[0], delta, entropy, by_row[1],
             *tensors, *strides, *do.stride()[:3], q_len, kv_len, *scalars, HAS_DLSE=d_lse is not None, **constants,
         )  # fmt: skip
 
-    def by_columns(blocks: Blocks, constants: dict[str, Any]) -> None:
+    def by_columns(blocks: TileSizes, constants: dict[str, Any]) -> None:
         index, programs = tensors[0], triton.cdiv(kv_len, blocks.columns)
         ranges = torch.empty((index.shape[0], programs, 4), dtype=torch.int32, device=query.device)
         stride, mapped = _strides(index)[0], spec.gain is not None
@@ -394,7 +406,7 @@ def gradients(
         if call.dropout:  # it drops other pairs
             raise RuntimeError(f"Triton cannot compile {failed}, and plain PyTorch cannot repeat its dropout") from failed
         _warn(str(failed))
-        return tiles.Blocks(call).gradients(d_out, d_lse, d_entropy, out, lse, entropy, joint=True)
+        return tiles.TiledCall(call).gradients(d_out, d_lse, d_entropy, out, lse, entropy, joint=True)
     return d_query, d_key, d_value, d_row_scale, d_bias_scale
 
 

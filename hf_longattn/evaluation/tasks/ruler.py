@@ -1,5 +1,5 @@
-"""RULER's thirteen kinds of question over the user's own text, GraphWalks and key-value lookup: what a model writes, scored by
-string match.
+"""RULER's thirteen kinds of question over the user's own text, or over RULER's data; GraphWalks and key-value lookup: what a
+model writes, scored by string match.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from ..settings import UNMODIFIED, Setting
 from ..statistics import mean_of, wilson
 from ..verdict import signed
 from .base import Task
+from .ruler_data import RulerData
 from .ruler_kinds import KINDS, RULER, Kind, Question, Source
 from .sample import largest
 
@@ -45,7 +47,7 @@ class Ruler(Task):
         if self.options.chat and not corpus.tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template: leave out chat")
         self.encode = Encoder(corpus.tokenizer)
-        self.source = Source("\n\n".join(self.options.texts.values()), lambda text: len(self.encode(text)))
+        self.source = self.material(self.options.ruler_data if name == "ruler" else None)
         for kind in self.kinds:
             for length in {self.options.lengths[0], self.options.lengths[-1]}:
                 try:
@@ -53,8 +55,16 @@ class Ruler(Task):
                 except ValueError as error:
                     raise ValueError(f"task {name}, {kind} at {length} tokens: {error}") from None
 
+    def material(self, folder: str | None) -> Source:
+        """What the questions are made of: RULER's own files in a folder, or the user's text."""
+
+        def count(text: str) -> int:
+            return len(self.encode(text))
+
+        return Source("\n\n".join(self.options.texts.values()), count) if folder is None else RulerData(Path(folder), count)
+
     def cells(self, setting: Setting) -> Iterator[Cell]:
-        depends = [self.options.seed, self.options.chat, of_text(" ".join(self.source.text))]
+        depends = [self.options.seed, self.options.chat, of_text(self.source.identity)]
         for length in self.options.lengths:
             for index in range(self.options.samples):
                 for kind in self.kinds:
@@ -91,7 +101,8 @@ class Ruler(Task):
         question, ids = self.question(kind, length, index)
         written = self.written(model, torch.tensor([ids], device=model.device), KINDS[kind], question.answers)
         score = KINDS[kind].score(written, question.answers)
-        return {"kind": kind, "tokens": len(ids), "score": score, "written": written, "expected": question.answers}
+        row = {"kind": kind, "tokens": len(ids), "score": score, "written": written, "expected": question.answers}
+        return row | ({"data": RULERS} if isinstance(self.source, RulerData) else {})
 
     def written(self, model: Any, input_ids: Tensor, kind: Kind, answers: Sequence[str]) -> str:
         """The answer, until it ends, or until what comes next cannot change its score."""
@@ -152,13 +163,17 @@ class Ruler(Task):
             f"{' or '.join(map(str, counts))} questions per setting and length over {len(kinds)} kinds, the same for every "
             "setting; question and answer together fill the length; written greedily."
         )
-        text = "The share of the right answers that stand in what the model writes."
-        if name == "ruler":
+        text, title = "The share of the right answers that stand in what the model writes.", TITLES[name]
+        if any(r.get("data") == RULERS for r in results.rows if r["task"] == name):
+            title = RULERS
+        elif name == "ruler":
             text += " RULER's questions are made from your text: their level is not that of published scores."
-        return [Section(TITLES[name], text, tables, (), protocol, results.command(name))]
+        return [Section(title, text, tables, (), protocol, results.command(name))]
 
 
 TITLES = {"ruler": "RULER's questions over your text", "graphwalks": "GraphWalks", "key_value": "Key-value lookup"}
+#: The title over questions that are made of RULER's own files; rows of these say so.
+RULERS = "RULER, its own data"
 
 
 def _scores(results: Readings, name: str, setting: str, length: int) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """The kinds of question of RULER (Hsieh et al. 2024), a function each, with its numbers; and two of others.
 
 GraphWalks (OpenAI 2025) and key-value lookup (Liu et al. 2024, "Lost in the middle") are the others. RULER takes needles' keys
-and lists of words from word lists, its essays from one author, and questions from SQuAD and HotpotQA; here all of them come
-from the user's own text.
+and lists of words from word lists, its essays from one author, and questions from SQuAD and HotpotQA: `ruler_data`. Here all
+of them come from the user's own text.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 from . import ruler_prompts as prompts
 from .sample import largest
@@ -37,8 +38,26 @@ class Question:
     answers: tuple[str, ...]
 
 
+class Asked(NamedTuple):
+    """A question about documents.
+
+    Args:
+        query: the question.
+        answers: each is right.
+        documents: those that may be shown.
+        holders: the ones that answer it, by number.
+        near: the ones that are shown before others are.
+    """
+
+    query: str
+    answers: Sequence[str]
+    documents: Sequence[str]
+    holders: Sequence[int]
+    near: Sequence[int] = ()
+
+
 class Source:
-    """The material of questions.
+    """The material of questions: a user's own text.
 
     Args:
         text: the user's.
@@ -52,6 +71,15 @@ class Source:
     def words(self) -> list[str]:
         """Different words, in lower case."""
         return sorted({w.lower() for w in self.text if w.isascii() and w.isalpha() and 3 <= len(w) <= 10})
+
+    @property
+    def identity(self) -> str:
+        """A text that says which material it is; questions of equal material are equal."""
+        return " ".join(self.text)
+
+    def pair(self, rng: random.Random) -> str:
+        """Two words, a needle's key."""
+        return "-".join(self.different(rng, 2))
 
     def different(self, rng: random.Random, count: int) -> list[str]:
         """Words in random order, made-up ones among them where the text has too few."""
@@ -73,6 +101,32 @@ class Source:
             if len(cut[-1]) >= PASSAGE_WORDS and word.rstrip("\"'”’")[-1:] in (".", "!", "?"):
                 cut.append([])
         return [passage for passage in cut if passage]
+
+    @functools.cached_property
+    def documents(self) -> list[str]:
+        """The texts that questions about documents show."""
+        return [" ".join(passage) for passage in self.passages]
+
+    def asked_of_one(self, rng: random.Random) -> Asked:
+        """Ask for a word that is left out of a piece of one document."""
+        if not self.gaps:
+            raise ValueError("the text gives no questions: give a longer one, of sentences")
+        document, place = rng.choice(self.gaps)
+        return Asked(self._gap(prompts.GAP, document, place), [self.passages[document][place]], self.documents, [document])
+
+    def asked_of_two(self, rng: random.Random) -> Asked:
+        """Ask for a word that is left out of a piece of one document, and for the word that follows it in another."""
+        if not self.bridges:
+            raise ValueError("the text has no two documents that share a word with no other: give a longer one, of sentences")
+        (document, place), (other, there) = rng.sample(rng.choice(self.bridges), 2)
+        answer = self.passages[other][there + 1]
+        return Asked(self._gap(prompts.GAP_AND_NEXT, document, place), [answer], self.documents, [document, other])
+
+    def _gap(self, prompt: str, document: int, place: int) -> str:
+        words = self.passages[document]
+        return prompt.format(
+            before=" ".join(words[place - SHOWN : place]), after=" ".join(words[place + 1 : place + 1 + SHOWN])
+        )
 
     @functools.cached_property
     def bridges(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
@@ -110,7 +164,7 @@ Maker = Callable[[random.Random, int, int, Source], Question]
 
 
 def pair_of_words(rng: random.Random, source: Source) -> str:
-    return "-".join(source.different(rng, 2))
+    return source.pair(rng)
 
 
 def number(rng: random.Random, source: Source) -> str:
@@ -209,37 +263,26 @@ def fwe(rng: random.Random, size: int, length: int, source: Source) -> Question:
 
 
 def qa_1(rng: random.Random, size: int, length: int, source: Source) -> Question:
-    """One of `size` documents answers: a word that is left out of a piece of it."""
-    if not source.gaps:
-        raise ValueError("the text gives no questions: give a longer one, of sentences")
-    document, place = rng.choice(source.gaps)
-    answer = source.passages[document][place]
-    return _documents(rng, size, source, [document], _gap(prompts.GAP, source, document, place), answer)
+    """One of `size` documents answers."""
+    return _documents(rng, size, source.asked_of_one(rng))
 
 
 def qa_2(rng: random.Random, size: int, length: int, source: Source) -> Question:
-    """Two of `size` documents answer: a word that is left out of a piece of one, and the word that follows it in the other."""
-    if not source.bridges:
-        raise ValueError("the text has no two documents that share a word with no other: give a longer one, of sentences")
-    (document, place), (other, there) = rng.sample(rng.choice(source.bridges), 2)
-    answer = source.passages[other][there + 1]
-    return _documents(rng, size, source, [document, other], _gap(prompts.GAP_AND_NEXT, source, document, place), answer)
+    """Several of `size` documents answer together."""
+    return _documents(rng, size, source.asked_of_two(rng))
 
 
-def _gap(prompt: str, source: Source, document: int, place: int) -> str:
-    words = source.passages[document]
-    return prompt.format(before=" ".join(words[place - SHOWN : place]), after=" ".join(words[place + 1 : place + 1 + SHOWN]))
-
-
-def _documents(rng: random.Random, size: int, source: Source, holders: list[int], query: str, answer: str) -> Question:
-    """A question over `size` documents, its `holders` among them, in random order."""
-    others = [d for d in range(len(source.passages)) if d not in holders]
-    if size > len(source.passages):
-        raise ValueError(f"the text gives {len(source.passages)} documents, too few for this length: give a longer one")
-    chosen = holders + rng.sample(others, size - len(holders))
+def _documents(rng: random.Random, size: int, asked: Asked) -> Question:
+    """A question over `size` documents, those that answer it among them, in random order."""
+    count, known = max(size - len(asked.holders), 0), {*asked.holders, *asked.near}
+    if size > len(asked.documents):
+        raise ValueError(f"the text gives {len(asked.documents)} documents, too few for this length: give a longer one")
+    chosen = list(asked.near) if count > len(asked.near) else rng.sample(asked.near, count)
+    others = [d for d in range(len(asked.documents)) if d not in known]
+    chosen += [*asked.holders, *rng.sample(others, count - len(chosen))]
     rng.shuffle(chosen)
-    context = "\n\n".join(f"Document {n}:\n{' '.join(source.passages[d])}" for n, d in enumerate(chosen, 1))
-    return _asked(prompts.QA, [answer], context=context, query=query)
+    context = "\n\n".join(f"Document {n}:\n{asked.documents[d]}" for n, d in enumerate(chosen, 1))
+    return _asked(prompts.QA, asked.answers, context=context, query=asked.query)
 
 
 def key_value(rng: random.Random, size: int, length: int, source: Source) -> Question:

@@ -24,7 +24,7 @@ from ....config import LongAttnConfig
 from ....core.attend import attend
 from ....core.call import Call
 from ..paged import Batch, batches_of
-from .plans import Part
+from .plans import ServedLayer
 
 #: vLLM looks a layer's backend up by name, and has this one for others' backends.
 NAME = "CUSTOM"
@@ -134,7 +134,7 @@ class Implementation(AttentionImpl[Metadata]):
         """query: (tokens, heads, head_size), of all requests one after the other; output likewise, written in place."""
         if attn_metadata is None:  # vLLM measures memory
             return output.fill_(0)
-        part: Part | None = self.part
+        part: ServedLayer | None = self.part
         assert part is not None
         rotation = None if part.rotary is None else part.rotary.rotation(query)
         model: dict[str, Any] = {"scaling": self.scale, "softcap": self.softcap, "sink_logits": self.sinks}

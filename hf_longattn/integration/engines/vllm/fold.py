@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ....config import LongAttnConfig
 from ....core.stages import finish, learned_part
 from ....slots.base import EntropyTemperature, LengthTemperature
-from .plans import PART, Part
+from .plans import PART, ServedLayer
 
 
 def folds(config: LongAttnConfig) -> bool:
@@ -37,7 +37,7 @@ def attention(original: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tupl
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        part: Part | None = module.__dict__.get(PART)
+        part: ServedLayer | None = module.__dict__.get(PART)
         if part is None and getattr(module.config, "longattn", None):
             raise ValueError("config.longattn names a method, and this model was not built by hf_longattn's class for vLLM")
         if part is None or not part.folds or not part.config.methods:

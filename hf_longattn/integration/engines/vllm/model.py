@@ -25,7 +25,7 @@ from ...rotation import RotarySource, find_rotary
 from ...state import TABLE_BYTES, LayerPlan
 from . import fold, plans
 from .backend import Backend
-from .plans import PART, Part
+from .plans import PART, ServedLayer
 
 
 class Served:
@@ -78,7 +78,7 @@ def attach(model: Any, planned: Mapping[str, tuple[LayerPlan, nn.Module | None]]
             assert found is not None
             sources[rotary] = RotarySource(found.module, found.buffer, rotary.convention, rotary.still)
         config, learned = of_these_heads(config, learned_parts(layer.module), layer.module)
-        part = Part(config, learned, None if rotary is None else sources[rotary], tables, folds)
+        part = ServedLayer(config, learned, None if rotary is None else sources[rotary], tables, folds)
         layer.module.__dict__[PART] = part
         if not folds:
             layer.module.attn.impl.part = part

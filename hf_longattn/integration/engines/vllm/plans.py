@@ -23,14 +23,14 @@ from ...state import LayerPlan, plan_of, set_plan
 from ...trained_length import ORIGINAL, rope_settings
 from ...verify import NOT_ROTATED, unrotated
 
-#: Under this name an attention module of vLLM's model holds its `Part`.
+#: Under this name an attention module of vLLM's model holds its `ServedLayer`.
 PART = "_longattn"
 #: Kinds of layers that vLLM's Transformers backend tells apart.
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class ServedLayer:
     """The plan of one attention layer, for the heads that this process has.
 
     Args:
