@@ -760,6 +760,7 @@ def evaluate(
     bos: str = "auto",
     samples: int = 3,
     kinds: str | Sequence[str] | None = None,
+    ruler_data: str | None = None,
     chat: bool = False,
     depths: int = 5,
     near: str | int = "4k",

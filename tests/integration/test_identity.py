@@ -23,7 +23,7 @@ from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.core.kernels.sdpa import few_queries
 from hf_longattn.core.plan import AttentionPlan
-from hf_longattn.integration import dispatch
+from hf_longattn.integration import arguments, dispatch, unmodified
 from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.observer import observe
 from hf_longattn.integration.passes import LayerCall
@@ -226,7 +226,7 @@ def test_few_queries_read_a_key_once_for_all_heads_that_share_it(
         inputs = {"attention_mask": mask, "position_ids": at[:, 9:]}
         want = plain(tokens(2, new, seed=3), **{CACHE: caches[0]}, **inputs).logits
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counting)
-        monkeypatch.setattr(dispatch, "_SDPA", counting)
+        monkeypatch.setattr(arguments, "_SDPA", counting)
         seen.clear()
         got = m(tokens(2, new, seed=3), **{CACHE: caches[1]}, **inputs).logits
         monkeypatch.undo()
@@ -246,7 +246,7 @@ def test_few_queries_are_left_to_transformers_where_it_knows_more() -> None:
     close(out, want, 2e-6)
     close(*(torch.autograd.grad(x.sin().sum(), query)[0] for x in (out, want)), 2e-6)
     asked = LayerCall(None, None, None, None, False, 0.0, None, None, None, {})  # type: ignore[arg-type]
-    alone = functools.partial(dispatch._are_few, query=query, key=key, mask=mask)
+    alone = functools.partial(unmodified.are_few, query=query, key=key, mask=mask)
     assert alone(asked)
     assert alone(asked, query=query[:, :, :1], mask=None)
     assert not alone(asked._replace(dropout=0.1))

@@ -34,7 +34,7 @@ from transformers.loss import loss_utils
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 import hf_longattn
-from hf_longattn.integration import dispatch, masks, patch, patches, state
+from hf_longattn.integration import arguments, masks, patch, patches, state
 from hf_longattn.integration.engines import paged
 from hf_longattn.sharing import adapters
 
@@ -90,7 +90,7 @@ def test_arguments_of_the_loss_are_known() -> None:
     made_by_the_model = {"logits", "labels", "vocab_size", "kwargs"}
     for loss in (LOSS_MAPPING["ForCausalLM"], loss_utils.fixed_cross_entropy):
         taken = inspect.signature(loss).parameters.keys() - made_by_the_model - {"source", "target"}
-        assert taken <= dispatch._HARMLESS
+        assert taken <= arguments.HARMLESS
 
 
 def test_installing_again_wraps_nothing_twice() -> None:

@@ -1,0 +1,57 @@
+"""The attention that a layer computes where no method changes it: one of Transformers' functions, or few queries at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from ..core.kernels.kernel import FEW_QUERIES
+from ..core.kernels.sdpa import few_queries
+from .masks import attention_function, base_implementation, is_layout_mask, read_mask
+from .passes import LayerCall
+
+
+def unmodified(
+    layer_call: LayerCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The unmodified attention, for layers that are left alone."""
+    name = base_implementation(layer_call.module.config)
+    if mask is not None and is_layout_mask(mask):
+        rows = read_mask(mask, key.shape[2]).rows
+        mask = rows.once(("visible", key.shape[2], key.device), lambda: rows.on(key.device).visible(key.shape[2]))
+    if name == "eager" or layer_call.weights:
+        name = "eager"
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
+    return run_function(attention_function(name, layer_call.module), layer_call, query, key, value, mask)
+
+
+def run_function(
+    function: Any, layer_call: LayerCall, query: Tensor, key: Tensor, value: Tensor, mask: Any
+) -> tuple[Tensor, Tensor | None]:
+    """One of transformers' attention functions, under the mask that it takes."""
+    more = layer_call.more
+    if function is sdpa_attention_forward and are_few(layer_call, query, key, mask):
+        if mask is not None and mask.shape[2] > 1:
+            mask = mask.repeat(1, 1, query.shape[1] // key.shape[1], 1)
+        return few_queries(query, key, value, mask, layer_call.scaling), None
+    if layer_call.softcap is not None:
+        more = more | {"softcap": layer_call.softcap}
+    if layer_call.sliding_window is not None:
+        more = more | {"sliding_window": layer_call.sliding_window}
+    return function(layer_call.module, query, key, value, mask, dropout=layer_call.dropout, scaling=layer_call.scaling, **more)  # type: ignore[no-any-return]
+
+
+def are_few(layer_call: LayerCall, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+    """Tell whether `few_queries` serves in place of Transformers' sdpa: the call asks for nothing beyond it."""
+    small = 0 < query.shape[2] <= FEW_QUERIES and query.shape[1] > key.shape[1] and query.device.type == "cpu"
+    plain = (
+        not layer_call.traced
+        and not layer_call.dropout
+        and layer_call.softcap is None
+        and "position_bias" not in layer_call.more
+    )
+    return small and plain and (query.shape[2] == 1 if mask is None else mask.shape[1] == 1)
