@@ -323,15 +323,16 @@ class Data:
             self.train = NeedleWindows(self.train_task, recipe.length, _samples(recipe), skip)
             return
         finish = Finish(recipe.packing == "documents", skip, recipe.seed)
+        start = [unasked(n) for n in self.start] if recipe.hub.answers else self.start
         if recipe.hub.streaming:
-            self.train = StreamedWindows(sources, recipe.hub, tokenizer, recipe.length, self.start, finish)
+            self.train = StreamedWindows(sources, recipe.hub, tokenizer, recipe.length, start, finish)
         elif kept_out is not None:
-            self.train = Windows(pack(documents(sources, recipe.hub, tokenizer), recipe.length, self.start), finish)
+            self.train = Windows(pack(documents(sources, recipe.hub, tokenizer), recipe.length, start), finish)
         else:
             tokens = list(documents(sources, recipe.hub, tokenizer))
             kept = max(kept, min(far, sum(map(len, tokens)) // 10))
             tokens, self.held_out = _split(tokens, kept)
-            self.train = Windows(pack(tokens, recipe.length, self.start), finish)
+            self.train = Windows(pack(tokens, recipe.length, start), finish)
         answered = " with an answer in it" if recipe.hub.answers else ""
         if not recipe.hub.streaming and len(self.train) == 0:  # type: ignore[arg-type]
             raise ValueError(

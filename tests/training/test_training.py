@@ -953,11 +953,28 @@ def test_windows_without_an_answer_are_left_out() -> None:
     assert CausalLoss(model)(ids, torch.full_like(ids, IGNORE))["loss"] == 0  # one whose answer a repeat has overwritten
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_start_of_a_chat_is_no_answer(tiny: Path, tmp_path: Path, streaming: bool) -> None:
+    tokenizer = chatting(PLAIN)
+    turns = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "a b"}]
+    chats = [{"messages": turns[:1]}] * 40 + [{"messages": turns}] * 20
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    given = {"data": tmp_path / "chats.jsonl", "heldout": tmp_path / "chats.jsonl", "positions": "plain"}
+    given |= {"hub__answers": True, "hub__streaming": streaming}
+    data = Data(load_recipe("continue_lora", settings(tiny, tmp_path / "out", length=32, **given)), tokenizer)
+    rows = list(data.train)
+    begins = [row["input_ids"] == tokenizer.bos_token_id for row in rows]
+    assert any(b[1:].any() for b in begins)
+    assert all((row["labels"][b] == IGNORE).all() for row, b in zip(rows, begins, strict=True))
+    assert all((row["labels"][1:] != IGNORE).any() for row in rows)
+
+
 @pytest.mark.parametrize(
     ("row", "template", "said"),
     [
         (CHAT, None, "chat 1: the tokenizer has no chat template"),
         (CHAT, LAST, "chat 1: the chat template writes an earlier answer otherwise"),
+        ({"messages": CHAT["messages"][1:]}, PLAIN, "chat 1: it begins with an answer"),
         (CHAT, "{{ raise_exception('roles must alternate') }}", "chat 1: the chat template refuses it: roles must alternate"),
         (
             {"messages": [{"from": "user", "value": "word " * 99}]},
