@@ -28,6 +28,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace, WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
+from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -47,7 +48,7 @@ from hf_longattn.evaluation.tasks.sample import IGNORE
 from hf_longattn.training import RECIPES, Recipe, dump, estimate, load_recipe, plan, prepare, reach, run
 from hf_longattn.training import data as data_module
 from hf_longattn.training import loss as loss_module
-from hf_longattn.training.data import Data, Finish, NeedleWindows, Windows, documents, pack, skipped
+from hf_longattn.training.data import Data, Finish, NeedleWindows, StreamedWindows, Windows, documents, find, pack, skipped
 from hf_longattn.training.held_out import windows_of
 from hf_longattn.training.loss import CausalLoss, trained_by
 from hf_longattn.training.models import put_adapter
@@ -872,6 +873,17 @@ def test_packed_documents_of_a_recipe_do_not_see_each_other(tiny: Path, tmp_path
                 count += len(text) - 1
     assert (positions == 0).sum() > len(ids)
     assert next(r["loss"] for r in metrics["log"] if "loss" in r) == pytest.approx(total / count, abs=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # where there is one CPU
+def test_workers_read_each_streamed_document_once(tmp_path: Path) -> None:
+    for word in "abc":  # 40 tokens with </s>: windows of 4 hold no part of another document
+        (tmp_path / f"{word}.txt").write_text(f"{word} " * 39)
+    (tmp_path / "d.jsonl").write_text("\n".join([json.dumps({"text": "d d d"})] * 5))
+    rows = StreamedWindows(find([str(tmp_path / "*")]), Hub(streaming=True), chatting(None), 4, (), Finish(False, None, 0))
+    alone, shared = ([r["input_ids"].tolist() for r in DataLoader(rows, batch_size=None, num_workers=n)] for n in (0, 2))
+    assert len(alone) == 35
+    assert sorted(shared) == sorted(alone)
 
 
 def test_documents_of_files_and_data_sets(tiny: Path, tmp_path: Path) -> None:
