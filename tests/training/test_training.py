@@ -1147,6 +1147,22 @@ def test_distillation_against_the_formula(tiny: Path, temperature: float, monkey
     assert out["loss"].item() == pytest.approx((0.3 * divergence + 0.7 * entropy) / 48, rel=1e-5)
 
 
+def test_a_teacher_drops_nothing(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_longattn.training.recipe import Lora
+
+    seen, hidden_of = [], loss_module.hidden_of
+    monkeypatch.setattr(loss_module, "hidden_of", lambda m, **x: seen.append(hidden_of(m, **x)) or seen[-1])  # type: ignore[func-returns-value]
+    model = LlamaForCausalLM.from_pretrained(tiny / "model", attention_dropout=0.5)
+    wrapped = put_adapter(model, Lora(), 0).train()
+    ids = torch.randint(3, 200, (2, 30), generator=torch.Generator().manual_seed(1))
+    CausalLoss(model, Distill(0.3, 1.0), wrapped.disable_adapter)(ids, ids)
+    assert all(m.training for m in wrapped.modules())
+    teacher, student = seen
+    want = hidden_of(LlamaForCausalLM.from_pretrained(tiny / "model").eval(), input_ids=ids)
+    torch.testing.assert_close(teacher, want)
+    assert (student - want).abs().max() > 0.01
+
+
 def test_chunks_change_neither_loss_nor_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.randint(3, 200, (2, 40), generator=torch.Generator().manual_seed(1))
     found = []
