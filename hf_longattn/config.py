@@ -404,7 +404,7 @@ def split_text(text: str) -> tuple[str, dict[str, Any], str]:
     Values are JSON ("true", "0.5", "[0, 2]"), anything else is a word.
 
     Raises:
-        ValueError: a parameter is no key=value.
+        ValueError: a parameter is no key=value, or is given twice.
     """
     what, _, rope = text.strip().partition("@")
     name, *pairs = names_in(what), *(part.strip() for part in what.split(":")[1:])
@@ -415,6 +415,8 @@ def split_text(text: str) -> tuple[str, dict[str, Any], str]:
         key, equals, value = pair.partition("=")
         if not equals:
             raise ValueError(f"{pair!r} in {text!r} is not key=value")
+        if key in parameters:
+            raise ValueError(f"{key} is given twice in {text!r}: leave one of them out")
         try:
             parameters[key] = json.loads(_PYTHONS.get(value, value))
         except json.JSONDecodeError:

@@ -14,6 +14,8 @@ from .tracing import keepable, sent, version
 
 #: cos and sin.
 Angles: TypeAlias = tuple[Tensor, Tensor]
+#: A table of more positions than this is made only where more than one in SPARSE of them is asked for.
+LONG, SPARSE = 1 << 18, 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +138,8 @@ class RotationDelta(NamedTuple):
         if not keepable(position):
             return build(sent(position, device))
         length = 1 << max(10, int(position.max()).bit_length())
+        if length > max(LONG, SPARSE * position.shape[-1]):
+            return build(sent(position, device))
 
         def build_all() -> Angles:
             with torch.inference_mode(False), torch.no_grad():

@@ -174,19 +174,23 @@ def read_settings(file: Path) -> list[Setting]:
     """The settings of a YAML file: a mapping from names to entries; relative paths start at the file."""
     yaml = _yaml()
     try:
-        text = read_text(file)
-        data = yaml.safe_load(text)
+        loader = yaml.SafeLoader(read_text(file))
+        node = loader.get_single_node()
+        if not isinstance(node, yaml.MappingNode):
+            raise ValueError(f"{file} must map names to settings")
+        keys = [key for key, _ in node.value]
+        for key in keys:
+            key.tag = "tag:yaml.org,2002:str"  # a setting may be called on, no or 1
+        data = loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ValueError(f"{file} is not valid YAML: {error}") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{file} must map names to settings")
-    names = [key.value for key, _ in yaml.compose(text, Loader=yaml.SafeLoader).value]
+    names = [key.value for key in keys]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"{file} has two settings called {twice[0]!r}, and YAML would keep the last: rename one")
     settings = []
     for name, entry in data.items():
         try:
-            setting = Setting.entry(str(name), _beside(file, entry))
+            setting = Setting.entry(name, _beside(file, entry))
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from None
         settings.append(setting)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -251,13 +251,18 @@ def _refuse_conversion(original: Any, model: nn.Module, *args: Any, **kwargs: An
 
 def _rows_of_several(original: Any, self: PeftModel, *args: Any, **kwargs: Any) -> Any:
     names, base = kwargs.get("adapter_names"), _base_of(self)
-    modules = () if names is None or base is None or {*names} == {*self.active_adapters} else base.modules()
-    if any(isinstance(container_of(m), ModulesToSaveWrapper) for m in modules):
+    if names is not None and base is not None and {*names} != {*self.active_adapters}:
         runs, active = get_implementation(self.base_model.config), ", ".join(self.active_adapters)
-        raise NotImplementedError(
-            f"adapter_names={names}: the learned parameters of {runs} would be those of {active} in all rows. Give each "
-            "adapter its rows in a call of its own, after model.set_adapter(...)"
-        )
+        if "__base__" in names and _bringing(self.peft_config) is not None and not is_disabled(base):
+            raise NotImplementedError(
+                f"adapter_names={names}: rows of __base__ would run {runs}, which came with the adapters, and not the base "
+                "model's own attention. Give them a call of their own, inside model.disable_adapter()"
+            )
+        if any(isinstance(container_of(m), ModulesToSaveWrapper) for m in base.modules()):
+            raise NotImplementedError(
+                f"adapter_names={names}: the learned parameters of {runs} would be those of {active} in all rows. Give each "
+                "adapter its rows in a call of its own, after model.set_adapter(...)"
+            )
     return original(self, *args, **kwargs)
 
 
@@ -266,9 +271,14 @@ def _rows_of_several(original: Any, self: PeftModel, *args: Any, **kwargs: Any) 
 
 def _off(configs: dict[str, Any], model: nn.Module) -> None:
     """Let a model without its adapters be the base model again: without their method, and with the base's rotation."""
-    config = next((c for c in configs.values() if vars(c).get("longattn")), None)
-    if config is not None and not config.base_has_method:
+    if (config := _bringing(configs)) is not None:
         disable(model, config.base_rope_parameters)
+
+
+def _bringing(configs: Mapping[str, Any]) -> Any:
+    """The config of an adapter that brought the model's method; None: the base has it too, or there is none."""
+    config = next((c for c in configs.values() if vars(c).get("longattn")), None)
+    return None if config is None or config.base_has_method else config
 
 
 def _on(model: nn.Module) -> None:
@@ -336,7 +346,10 @@ PATCHES = (
         "the same; and older releases drop an adapter's learned parameters with a log line",
     ),
     Patch(
-        PeftModel, "_enable_peft_forward_hooks", _rows_of_several, "rows of other adapters would get one's learned parameters"
+        PeftModel,
+        "_enable_peft_forward_hooks",
+        _rows_of_several,
+        "rows of other adapters would get one's learned parameters, those of the base a method",
     ),
     Patch(hotswap, "check_hotswap_configs_compatible", _refuse_hotswap, "weights of any attention would be exchanged"),
     Patch(conversion, "convert_to_lora", _refuse_conversion, "the adapter's new config would record no attention"),

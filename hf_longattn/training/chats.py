@@ -45,6 +45,11 @@ def answers(messages: list[Message], tokenizer: Any) -> tuple[list[int], list[bo
     for n, message in enumerate(messages):
         if marked or message["role"] != "assistant":
             continue
+        if n == 0:
+            raise ValueError(
+                "it begins with an answer, and the chat template does not say where that begins: hub.answers needs a template "
+                "with {% generation %} around answers, or conversations that begin with what is answered"
+            )
         before, after = _text(messages[:n], tokenizer, add_generation_prompt=True), _text(messages[: n + 1], tokenizer)
         if not (after.startswith(before) and text.startswith(after)):
             raise ValueError(

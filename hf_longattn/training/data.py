@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from transformers import default_data_collator
 
 from ..checks import read_text
@@ -47,11 +47,16 @@ def find(sources: Any) -> list[str]:
 
 
 def texts(sources: list[str], hub: Hub) -> Iterator[str | list[chats.Message]]:
-    """The documents of all sources, in order: a text file is one document, a data set's row is one, a text or a chat."""
-    for source in sources:
+    """The documents of all sources, in order: a text file is one document, a data set's row is one, a text or a chat.
+
+    In the worker processes of a DataLoader each is read by one of them.
+    """
+    worker = get_worker_info()
+    for place, source in enumerate(sources):
         path = Path(source)
         if path.is_file() and path.suffix not in BUILDERS:
-            yield read_text(path)
+            if worker is None or place % worker.num_workers == worker.id:  # the datasets library shares out its rows itself
+                yield read_text(path)
             continue
         for number, row in enumerate(_rows(source, hub), 1):
             column = "messages" if hub.column == "text" and "text" not in row and "messages" in row else hub.column
@@ -323,15 +328,16 @@ class Data:
             self.train = NeedleWindows(self.train_task, recipe.length, _samples(recipe), skip)
             return
         finish = Finish(recipe.packing == "documents", skip, recipe.seed)
+        start = [unasked(n) for n in self.start] if recipe.hub.answers else self.start
         if recipe.hub.streaming:
-            self.train = StreamedWindows(sources, recipe.hub, tokenizer, recipe.length, self.start, finish)
+            self.train = StreamedWindows(sources, recipe.hub, tokenizer, recipe.length, start, finish)
         elif kept_out is not None:
-            self.train = Windows(pack(documents(sources, recipe.hub, tokenizer), recipe.length, self.start), finish)
+            self.train = Windows(pack(documents(sources, recipe.hub, tokenizer), recipe.length, start), finish)
         else:
             tokens = list(documents(sources, recipe.hub, tokenizer))
             kept = max(kept, min(far, sum(map(len, tokens)) // 10))
             tokens, self.held_out = _split(tokens, kept)
-            self.train = Windows(pack(tokens, recipe.length, self.start), finish)
+            self.train = Windows(pack(tokens, recipe.length, start), finish)
         answered = " with an answer in it" if recipe.hub.answers else ""
         if not recipe.hub.streaming and len(self.train) == 0:  # type: ignore[arg-type]
             raise ValueError(

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ..evaluation.measures.losses import hidden_of, logits_of
 from ..evaluation.tasks.sample import IGNORE
 from ..integration.skip_masks import masks_of_jumps
+from ..integration.verify import evaluating
 from .recipe import Distill
 
 #: Positions whose logits are held at a time.
@@ -30,7 +31,7 @@ class CausalLoss:
     Args:
         model: a causal language model (inside PEFT's wrapper, if any).
         distill: how the teacher counts; None for no teacher.
-        teacher: opens the context in which `model` is the teacher.
+        teacher: opens the context in which `model` is the teacher, which has no dropout.
         jumps: whether the positions of rows jump, each a text of its own: a sliding window is then counted in positions. The
             teacher reads every row as a plain text.
         part: which part of its windows this process holds, and how many parts there are.
@@ -70,7 +71,7 @@ class CausalLoss:
         taught = None
         if self.distill is not None and self.teacher is not None:
             given = {} if self.jumps else inputs
-            with torch.no_grad(), self.teacher():
+            with torch.no_grad(), self.teacher(), evaluating(self.model):
                 taught = hidden_of(self.model, input_ids=input_ids, use_cache=False, **given)
         hidden = hidden_of(self.model, input_ids=input_ids, use_cache=False, **inputs)
         labels = torch.nn.functional.pad(labels, (0, 1), value=IGNORE)[:, 1:] if shift_labels is None else shift_labels

@@ -549,6 +549,17 @@ def test_tables_stay_within_their_bytes() -> None:
     assert copy.deepcopy(cache).max_bytes == cache.max_bytes
 
 
+@pytest.mark.parametrize("case", ["rerope", "self_extend", "streaming"])
+def test_positions_that_jump_far_make_no_table_of_all_between(case: str) -> None:
+    query, key, value = inputs()
+    positions = torch.arange(19)[None] + 300_000 * (torch.arange(19) > 8)
+    arguments = {"rotation": ROTATION, "position_ids": positions}
+    with Largest() as seen:
+        out = hf_longattn.attention(query, key, value, CASES[case], **arguments)
+    close(out, reference_attention(query, key, value, CASES[case], **arguments), 1e-7)
+    assert seen.elements < 1 << 16
+
+
 @pytest.mark.parametrize("case", ["scale_invariant", "rerope"])
 def test_tables_belong_to_whom_the_call_names(case: str) -> None:
     """A call's tables are kept where it says, nowhere else, and freed with that."""

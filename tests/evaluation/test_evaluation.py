@@ -419,6 +419,8 @@ def test_a_settings_file_loses_nothing(folder: Path, tmp_path: Path, monkeypatch
     file.write_text("a: rerope\nb: '@yarn:2'\na: infoscale\n")
     with pytest.raises(ValueError, match=r"two settings called 'a'"):
         read_settings(file)
+    file.write_text("on: rerope\nyes: logn\n1: infoscale\n")
+    assert [setting.name for setting in read_settings(file)] == ["on", "yes", "1"]
     file.write_bytes(b"\xef\xbb\xbfother: {model: trained}\nhub: {model: owner/name}\n")
     (tmp_path / "trained").mkdir()
     monkeypatch.chdir(folder)  # relative paths start at the file

@@ -329,6 +329,18 @@ def test_half_precision(family: str, dtype: torch.dtype) -> None:
     assert error < 2 * (rough - exact).pow(2).mean().sqrt()
 
 
+@pytest.mark.parametrize("case", crossed(CASES, [DEFAULT, "attention_sink", "streaming", "rerope", "cosscale"]))
+@torch.no_grad()
+def test_decoding_under_autocast(case: str) -> None:
+    """Projections give half precision there, and rotation makes float32 of queries and keys, not of values."""
+    config, ids = CASES[case], tokens()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours, rough = (SCENARIOS["dynamic_chunks"](m, ids).float() for m in (model("llama", config), stock("llama")))
+    exact = stock("llama")(ids).logits
+    error = (ours - expected("llama", config, ids)).pow(2).mean().sqrt()
+    assert error < 8 * (rough - exact).pow(2).mean().sqrt()
+
+
 # the layout mask --------------------------------------------------------------------------------------------------------
 
 

@@ -153,6 +153,7 @@ def test_a_name_may_have_its_parameters_behind_it(way: str, base: Path, tmp_path
         ("scale_invariant@yarn:2", r"leave out @yarn:2, and see hf_longattn\.rope"),
         ("scale_invarant:tau=3", "did you mean 'scale_invariant'"),
         ("scale_invariant:tau", "is not key=value"),
+        ("scale_invariant:tau=3:tau=4", "tau is given twice"),
     ],
 )
 def test_a_name_with_parameters_that_are_wrong(text: str, message: str, base: Path) -> None:

@@ -589,6 +589,18 @@ def test_rows_of_several_adapters(bases: dict[str, Path]) -> None:
                 call(input_ids=ids, adapter_names=["default", "second"])
 
 
+def test_rows_of_the_base_model_have_no_method_of_its_adapters(bases: dict[str, Path], tmp_path: Path) -> None:
+    ids, m = tokens(), adapted(bases["llama"], "LORA")
+    for names in (["default", "__base__"], ["__base__"] * 2):
+        with pytest.raises(NotImplementedError, match=r"__base__ would run rerope.*disable_adapter"):
+            m(input_ids=ids, adapter_names=names)
+    hf_longattn.apply(loaded(bases["llama"]), REROPE).save_pretrained(tmp_path)
+    m = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path), peft.LoraConfig(**INTO)).eval()
+    with m.disable_adapter():
+        want = logits(m)
+    close(m(input_ids=ids, adapter_names=["default", "__base__"]).logits[1], want[1])
+
+
 def test_merged_while_switched_off_it_runs_the_method(bases: dict[str, Path]) -> None:
     m = adapted(bases["llama"], "LORA")
     want = logits(m)

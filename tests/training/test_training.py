@@ -28,6 +28,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace, WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
+from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -47,7 +48,7 @@ from hf_longattn.evaluation.tasks.sample import IGNORE
 from hf_longattn.training import RECIPES, Recipe, dump, estimate, load_recipe, plan, prepare, reach, run
 from hf_longattn.training import data as data_module
 from hf_longattn.training import loss as loss_module
-from hf_longattn.training.data import Data, Finish, NeedleWindows, Windows, documents, pack, skipped
+from hf_longattn.training.data import Data, Finish, NeedleWindows, StreamedWindows, Windows, documents, find, pack, skipped
 from hf_longattn.training.held_out import windows_of
 from hf_longattn.training.loss import CausalLoss, trained_by
 from hf_longattn.training.models import put_adapter
@@ -874,6 +875,17 @@ def test_packed_documents_of_a_recipe_do_not_see_each_other(tiny: Path, tmp_path
     assert next(r["loss"] for r in metrics["log"] if "loss" in r) == pytest.approx(total / count, abs=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # where there is one CPU
+def test_workers_read_each_streamed_document_once(tmp_path: Path) -> None:
+    for word in "abc":  # 40 tokens with </s>: windows of 4 hold no part of another document
+        (tmp_path / f"{word}.txt").write_text(f"{word} " * 39)
+    (tmp_path / "d.jsonl").write_text("\n".join([json.dumps({"text": "d d d"})] * 5))
+    rows = StreamedWindows(find([str(tmp_path / "*")]), Hub(streaming=True), chatting(None), 4, (), Finish(False, None, 0))
+    alone, shared = ([r["input_ids"].tolist() for r in DataLoader(rows, batch_size=None, num_workers=n)] for n in (0, 2))
+    assert len(alone) == 35
+    assert sorted(shared) == sorted(alone)
+
+
 def test_documents_of_files_and_data_sets(tiny: Path, tmp_path: Path) -> None:
     tokenizer = ByT5Tokenizer(extra_ids=0)
     (tmp_path / "a.txt").write_text("ab")
@@ -953,11 +965,28 @@ def test_windows_without_an_answer_are_left_out() -> None:
     assert CausalLoss(model)(ids, torch.full_like(ids, IGNORE))["loss"] == 0  # one whose answer a repeat has overwritten
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_start_of_a_chat_is_no_answer(tiny: Path, tmp_path: Path, streaming: bool) -> None:
+    tokenizer = chatting(PLAIN)
+    turns = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "a b"}]
+    chats = [{"messages": turns[:1]}] * 40 + [{"messages": turns}] * 20
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    given = {"data": tmp_path / "chats.jsonl", "heldout": tmp_path / "chats.jsonl", "positions": "plain"}
+    given |= {"hub__answers": True, "hub__streaming": streaming}
+    data = Data(load_recipe("continue_lora", settings(tiny, tmp_path / "out", length=32, **given)), tokenizer)
+    rows = list(data.train)
+    begins = [row["input_ids"] == tokenizer.bos_token_id for row in rows]
+    assert any(b[1:].any() for b in begins)
+    assert all((row["labels"][b] == IGNORE).all() for row, b in zip(rows, begins, strict=True))
+    assert all((row["labels"][1:] != IGNORE).any() for row in rows)
+
+
 @pytest.mark.parametrize(
     ("row", "template", "said"),
     [
         (CHAT, None, "chat 1: the tokenizer has no chat template"),
         (CHAT, LAST, "chat 1: the chat template writes an earlier answer otherwise"),
+        ({"messages": CHAT["messages"][1:]}, PLAIN, "chat 1: it begins with an answer"),
         (CHAT, "{{ raise_exception('roles must alternate') }}", "chat 1: the chat template refuses it: roles must alternate"),
         (
             {"messages": [{"from": "user", "value": "word " * 99}]},
@@ -1116,6 +1145,22 @@ def test_distillation_against_the_formula(tiny: Path, temperature: float, monkey
     assert divergence > 1
     assert float(out["cross_entropy"].sum()) == pytest.approx(entropy, rel=1e-5)
     assert out["loss"].item() == pytest.approx((0.3 * divergence + 0.7 * entropy) / 48, rel=1e-5)
+
+
+def test_a_teacher_drops_nothing(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_longattn.training.recipe import Lora
+
+    seen, hidden_of = [], loss_module.hidden_of
+    monkeypatch.setattr(loss_module, "hidden_of", lambda m, **x: seen.append(hidden_of(m, **x)) or seen[-1])  # type: ignore[func-returns-value]
+    model = LlamaForCausalLM.from_pretrained(tiny / "model", attention_dropout=0.5)
+    wrapped = put_adapter(model, Lora(), 0).train()
+    ids = torch.randint(3, 200, (2, 30), generator=torch.Generator().manual_seed(1))
+    CausalLoss(model, Distill(0.3, 1.0), wrapped.disable_adapter)(ids, ids)
+    assert all(m.training for m in wrapped.modules())
+    teacher, student = seen
+    want = hidden_of(LlamaForCausalLM.from_pretrained(tiny / "model").eval(), input_ids=ids)
+    torch.testing.assert_close(teacher, want)
+    assert (student - want).abs().max() > 0.01
 
 
 def test_chunks_change_neither_loss_nor_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

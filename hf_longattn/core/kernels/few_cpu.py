@@ -281,7 +281,8 @@ class FewOnCPU:
         each, results = self._turned(rows.reshape(-1, *self.rows)), []
         for i, (own, seen, mask) in enumerate(zip(each, self._cut(value), self.masks, strict=True)):
             own = own[..., : self.rows[1]].to(query.dtype).unflatten(0, key.shape[:2])
-            out, lse = few(own, self._keys(i, key, made, self.fold is not None), seen, mask, scaling)
+            keys = self._keys(i, key, made, self.fold is not None)
+            out, lse = few(own, keys.to(own.dtype), seen.to(own.dtype), mask, scaling)  # autocast halves values alone
             results.append((out.reshape(*query.shape[:3], -1), lse.reshape(query.shape[:3]), lse))
         return merge_outputs(results, sinks)
 
