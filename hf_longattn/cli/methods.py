@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -63,7 +64,15 @@ def _some(text: str) -> None:
         _one(name, made[method_class(name).slot])
     untrained = " and ".join(m.name for m in config.methods if m.needs_training)
     harm = f"needed for {untrained}: a model that was not trained with these parameters has higher losses"
-    say(f"Training: {harm if untrained else 'not needed with these parameters'}.")
+    say(f"Training: {harm if untrained else 'not needed with these parameters'}{_switches(config.methods)}.")
+
+
+def _switches(methods: Sequence[Method]) -> str:
+    """Name the parameters, true or false, whose other value alone would need training."""
+    flags = [(m, f.name) for m in methods if not m.needs_training for f in fields(m) if isinstance(getattr(m, f.name), bool)]
+    needed = [name for m, name in flags if replace(m, **{name: not getattr(m, name)}).needs_training]
+    said = [f"{name}={str(not getattr(m, name)).lower()}" for m, name in flags if name in needed]
+    return f", but with {' or '.join(dict.fromkeys(said))}" if said else ""
 
 
 def _one(name: str, made: Method) -> None:

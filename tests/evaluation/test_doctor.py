@@ -47,8 +47,8 @@ def test_a_sound_checkpoint(sound: Path) -> None:
     code, text = told(sound)
     assert code == 0, text
     assert "ok trained trained at 512: max_position_embeddings" in text
-    assert "ok extend to 1,024: rerope(window=256) in every attention layer" in text
-    assert "note extend to 4,096: rerope(window=256)+infoscale in every attention layer" in text
+    assert "ok extend to 1,024: rerope:window=256 in every attention layer" in text
+    assert "note extend to 4,096: rerope+infoscale:window=256 in every attention layer" in text
     assert "note beyond 4,096 tokens are 8 times the trained length of 512, and more than 4 times (2,048) was never" in text
     assert "No problem found." in text
 
@@ -141,7 +141,7 @@ def test_a_sound_checkpoint_of_ours(tmp_path: Path, sound: Path) -> None:
     assert code == 0, text
     assert "rerope+infoscale, as recorded" in text
     assert "trained at 512: max_position_embeddings" in text
-    assert "note extend to 4,096: rerope(window=256)+infoscale in every attention layer" in text  # from the trained length on
+    assert "note extend to 4,096: rerope+infoscale:window=256 in every attention layer" in text  # from the trained length on
 
 
 def test_a_checkpoint_of_ours_that_is_loaded_under_another_attention(sound: Path, tmp_path: Path) -> None:

@@ -337,7 +337,7 @@ def test_the_verdict_is_sorted_and_says_what_is_better_than_chance() -> None:
     assert headline(unfinished).startswith("Take costly. ")
 
 
-@pytest.mark.parametrize("documents", ["abc", "a"])
+@pytest.mark.parametrize("documents", ["abc", "ab", "a"])
 def test_the_verdict_recommends_nothing_that_may_be_chance(documents: str) -> None:
     """A gain of 0.001 ± 0.006, as a method shows that changes next to nothing; or of one document."""
     rows: list[dict[str, Any]] = []
@@ -354,7 +354,11 @@ def test_the_verdict_recommends_nothing_that_may_be_chance(documents: str) -> No
     (table,) = results.sections()[0].tables
     assert [row[0] for row in table.rows] == ["unmodified", "scale_invariant"]
     clear = [r | {"loss": r["loss"] - 0.5 * (r["length"] == 1024 and r["setting"] != "unmodified")} for r in rows]
-    assert headline(Results(clear, results.settings, 512)).startswith("Take scale_invariant. ")
+    taken = headline(Results(clear, results.settings, 512))
+    assert taken.startswith("Take scale_invariant. ")
+    few = {1: "One document says nothing about chance", 2: "Two documents say little about chance"}
+    for text in (said, taken):
+        assert [n for n, words in few.items() if words in text] == [len(documents)] * (len(documents) in few)
 
 
 # settings ------------------------------------------------------------------------------------------------------------

@@ -194,7 +194,7 @@ def test_the_command_lists_every_method_as_the_page_of_methods_does() -> None:
         (
             "infoscale+rerope",
             ["rerope (positions): ", "infoscale (temperature): ", "clamp         True "],
-            "not needed with these parameters.",
+            "not needed with these parameters, but with clamp=false.",
         ),
         ("rerope+infoscale:clamp=false", ["clamp         False (default True)"], "needed for infoscale: a model that was not"),
         ("rerope+cosscale+logn:clamp=no", [], None),

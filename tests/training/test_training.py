@@ -204,8 +204,9 @@ def test_a_trained_model_says_how_long_a_text_it_was_trained_to_read(what: str, 
 def test_a_run_ends_with_how_far_the_model_reads(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the base and of the trained model: a probe, a long text, a picture, a sentence; in the folder and on the card."""
     out = tmp_path / "out"
-    changes = {"evaluation__far": 700, "skip__target_length": 2000, "trainer__eval_strategy": "no", "trainer__max_steps": 2}
-    result = command("continue_lora", *settings(tiny, out, **changes, trainer__disable_tqdm=False))
+    changes = {"evaluation__far": 700, "skip__target_length": 2000, "trainer__max_steps": 2}
+    changes |= {"trainer__eval_strategy": "steps", "trainer__eval_steps": 2, "trainer__disable_tqdm": False}
+    result = command("continue_lora", *settings(tiny, out, **changes))
     assert result.exit_code == 0, result.output
     assert "at the end at [32, 700]; copies from up to 1,872 tokens back" in result.output
     metrics = json.loads((out / "metrics.json").read_text())
@@ -234,7 +235,9 @@ def test_a_run_ends_with_how_far_the_model_reads(tiny: Path, tmp_path: Path, cap
     assert "| tokens | loss | loss before training |" in card
     base = metrics["measured"]["base"]["700"]["loss"]
     assert f"| 700 | {metrics['measured']['trained']['700']['loss']:.4g} | {base:.4g} |" in card
-    assert "Measuring: 100%" in capsys.readouterr().err + result.output
+    drawn = capsys.readouterr().err + result.output
+    assert "Held-out text: " in drawn  # while the bar of the steps stands still
+    assert "Measuring: 100%" in drawn
     # the adapter itself, read again, has what was said of it
     again = AutoModelForCausalLM.from_pretrained(out)
     data = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "other", **changes))).data
