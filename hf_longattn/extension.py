@@ -41,7 +41,8 @@ def extend(
     The default keeps every distance below half the trained length exact and shows larger ones as that (ReRoPE): short texts
     give the same logits as before, and far tokens stay visible. The trained length as `to`, with purpose="retrieval",
     improves retrieval within it. Where many keys would dilute attention a temperature is added: LogN from one and a half
-    times the trained length on in models with QK-norm, InfoScale from four times on in others. Other methods and parameters as in `apply`.
+    times the trained length on in models with QK-norm, InfoScale from four times on in others. Other methods and parameters
+    as in `apply`.
     A RoPE scaling that the model was trained with (Llama 3's, longrope, YaRN, linear) stays, and the remap works on top of
     it; one that was added for inference is refused. All that says how long the model reads says `to`, so that harnesses and
     servers do not cut texts: its configs, generation config and, where it is saved, its tokenizer. It says what it said before

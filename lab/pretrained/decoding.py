@@ -24,8 +24,8 @@ RESULT = RESULTS / "decoding.json"
 PIECE, DECODED = 128, 32
 PROTOCOL = (
     "The first `length` tokens of a text in pieces of 128, each read in one pass and again through a cache, its last 32 "
-    "tokens one by one. Of the logits of these 32: the root of the mean squared difference, the largest, and how many most likely "
-    "tokens differ; `one_pass` is a digest of the logits of all passes, alike where these are the same bit for bit."
+    "tokens one by one. Of the logits of these 32: the root of the mean squared difference, the largest, and how many most "
+    "likely tokens differ; `one_pass` is a digest of the logits of all passes, alike where these are the same bit for bit."
 )
 
 
