@@ -113,7 +113,7 @@ def test_a_card_has_the_base_beside_the_model_and_how_far_it_reads(tmp_path: Pat
     base = {"loss": {512: 2.875, 8192: 3.5}}
     facts = FACTS | {
         "base_metrics": base,
-        "reach": "Reads copies from 12,000 tokens back at 0.90 (before: 3.10), in nats per token.",
+        "reach": "Reads copies from 12,000 tokens back at 0.90 (base: 3.10), in nats per token.",
     }
     hf_longattn.save(hf_longattn.extend(stock("llama"), 2048), tmp_path / "m", **facts)
     card = ModelCard.load(tmp_path / "m" / "README.md").text

@@ -216,7 +216,7 @@ def test_a_run_ends_with_how_far_the_model_reads(tiny: Path, tmp_path: Path, cap
         assert [r["distance"] for r in rows] == [1280, 1428, 1576, 1724, 1872]
     assert {name: list(m) for name, m in metrics["measured"].items()} == {n: ["32", "700"] for n in ("trained", "base")}
     last = {name: rows[-1]["copy"][0] for name, rows in probes.items()}
-    assert f"copies from 1,872 tokens back at {last['trained']:.2f} (before: {last['base']:.2f}" in told
+    assert f"copies from 1,872 tokens back at {last['trained']:.2f} (base: {last['base']:.2f}" in told
     assert "a text at its tokens 350 to 700 at " in told
     assert told in " ".join(result.output.split())
     card = (out / "README.md").read_text()
@@ -1228,9 +1228,9 @@ def test_a_run_says_what_it_harmed() -> None:
 
     said = reach.sentence({"trained": rows(1.47, 3.01), "base": rows(0.62, 3.05)}, {}, None)
     assert said == (
-        "Reads copies from 8,064 tokens back at 3.01 (before: 3.05), no better than other text there, in nats per token. "
-        "Copies from 1,280 tokens back got worse: 1.47 (before: 0.62)."
+        "Reads copies from 8,064 tokens back at 3.01 (base: 3.05), no better than other text there, in nats per token. "
+        "Copies from 1,280 tokens back got worse: 1.47 (base: 0.62)."
     )
     assert reach.sentence({"trained": rows(0.6, 0.9), "base": rows(0.6, 3.1)}, {}, None) == (
-        "Reads copies from 8,064 tokens back at 0.90 (before: 3.10), in nats per token."
+        "Reads copies from 8,064 tokens back at 0.90 (base: 3.10), in nats per token."
     )
