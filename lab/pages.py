@@ -188,7 +188,6 @@ def contents() -> Contents:
         "report": report,
         "verdict": lambda name: report(name, "Verdict"),
         "copies": lambda name: report(name, "Copies from far back", -1),
-        "effective": lambda name: report(name, "Effective length"),
         "eval": evaluated,
         "extend": extended,
         "probe": probed,
