@@ -443,7 +443,7 @@ def written(methods: Sequence[Method], only: Iterable[str] | None = None) -> str
     defaults = {m: {f.name: thaw(f.default) for f in fields(m)} for m in methods}
     if any(k in shared and v != defaults[m][k] for m, k, v in said):
         return ", ".join(written([m], only) for m in methods)
-    pairs = {k: _word(v) for _, k, v in said if k not in shared}
+    pairs = {k: word(v) for _, k, v in said if k not in shared}
     return ":".join(["+".join(m.name for m in methods), *(f"{k}={v}" for k, v in pairs.items())])
 
 
@@ -451,7 +451,8 @@ def _alike(values: Iterable[Any]) -> bool:
     return len(set(values)) == 1
 
 
-def _word(value: Any) -> str:
+def word(value: Any) -> str:
+    """A value as a text in the grammar above holds it; of a long list its length."""
     text = value if isinstance(value, str) else json.dumps(value)
     return f"<{len(value)} values>" if isinstance(value, list) and len(text) > LONG else text
 
