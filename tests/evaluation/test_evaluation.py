@@ -342,7 +342,7 @@ def test_the_verdict_recommends_nothing_that_may_be_chance(documents: str) -> No
     """A gain of 0.001 ± 0.006, as a method shows that changes next to nothing; or of one document."""
     rows: list[dict[str, Any]] = []
     for n, d in enumerate(documents):
-        for s, gain in (("unmodified", 0.0), ("scale_invariant", 0.001 + 0.002 * (n - 1) * (len(documents) > 1))):
+        for s, gain in (("unmodified", 0.0), ("scale_invariant", 0.001 + 0.002 * (n - (len(documents) - 1) / 2))):
             about = {"task": "loss", "setting": s, "which": d, "seconds": 1}
             rows += [about | {"length": length, "loss": 3.0 + n - gain} for length in (512, 1024)]
     results = Results(rows, ["unmodified", "scale_invariant"], 512)
