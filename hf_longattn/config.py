@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -394,7 +395,9 @@ class LongAttnConfig:
         return dataclasses.replace(self, **{m.slot: m.for_heads(heads) for m in self.methods})  # type: ignore[arg-type]
 
 
-#: What Python, and so `describe`, prints for what JSON writes otherwise.
+#: Characters of a list of numbers that is written out.
+LONG = 80
+#: What Python prints for what JSON writes otherwise.
 _PYTHONS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -427,6 +430,33 @@ def split_text(text: str) -> tuple[str, dict[str, Any], str]:
                 ) from None
             parameters[key] = value
     return name, parameters, rope
+
+
+def written(methods: Sequence[Method], only: Iterable[str] | None = None) -> str:
+    """Methods of one layer as a text in the grammar above, with all their parameters or `only` these.
+
+    A parameter of several methods is left out where each has its default. Where they do not, no text can say it: each method
+    gets one of its own, with ", " between them. A long list of numbers is shown by its length.
+    """
+    said = [(m, k, v) for m in methods for k, v in m.to_dict().items() if k != "name" and v is not None]
+    said = [(m, k, v) for m, k, v in said if only is None or k in only]
+    count = Counter(k for _, k, _ in said)
+    shared = {k for k, n in count.items() if n > 1 and not (k == "train_length" and _alike(v for _, x, v in said if x == k))}
+    defaults = {m: {f.name: thaw(f.default) for f in fields(m)} for m in methods}
+    if any(k in shared and v != defaults[m][k] for m, k, v in said):
+        return ", ".join(written([m], only) for m in methods)
+    pairs = {k: word(v) for _, k, v in said if k not in shared}
+    return ":".join(["+".join(m.name for m in methods), *(f"{k}={v}" for k, v in pairs.items())])
+
+
+def _alike(values: Iterable[Any]) -> bool:
+    return len(set(values)) == 1
+
+
+def word(value: Any) -> str:
+    """A value as a text in the grammar above holds it; of a long list its length."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return f"<{len(value)} values>" if isinstance(value, list) and len(text) > LONG else text
 
 
 def names_in(text: str) -> str:

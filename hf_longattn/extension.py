@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from .config import LongAttnConfig, length_of
-from .integration import apply, rope
+from .integration import apply, get_config, rope
 from .integration.guards import position_tables
 from .integration.layers import View
 from .integration.planning import bound_in
@@ -39,9 +39,10 @@ def extend(
     """Make a model read texts of `to` tokens (32768 or "32k"), in place and without training; returns the model.
 
     The default keeps every distance below half the trained length exact and shows larger ones as that (ReRoPE): short texts
-    give the same logits as before, and far tokens stay visible. Pass the trained length as `to` to improve retrieval within
-    it. Where many keys would dilute attention a temperature is added: LogN from one and a half times the trained
-    length on in models with QK-norm, InfoScale from four times on in others. Other methods and parameters as in `apply`.
+    give the same logits as before, and far tokens stay visible. The trained length as `to`, with purpose="retrieval",
+    improves retrieval within it. Where many keys would dilute attention a temperature is added: LogN from one and a half
+    times the trained length on in models with QK-norm, InfoScale from four times on in others. Other methods and parameters
+    as in `apply`.
     A RoPE scaling that the model was trained with (Llama 3's, longrope, YaRN, linear) stays, and the remap works on top of
     it; one that was added for inference is refused. All that says how long the model reads says `to`, so that harnesses and
     servers do not cut texts: its configs, generation config and, where it is saved, its tokenizer. It says what it said before
@@ -61,7 +62,8 @@ def extend(
             `purpose` is unknown, or given together with a method. The model is then unchanged.
 
     Warns if a method is replaced, the trained length is ambiguous, there is nothing to remap, the model has a sliding window
-    that is shorter than `to`, or `to` is more than four times the trained length, at which nothing was shown to read well.
+    that is shorter than `to`, `to` is the trained length and nothing says why, or `to` is more than four times that length,
+    at which nothing was shown to read well.
     """
     check_purpose(purpose)
     if method is not None and purpose != PURPOSES[0]:
@@ -87,6 +89,8 @@ def extend(
     _check(view, config, facts, length)
     apply(model, dataclasses.replace(config, extended_to=length))
     _report(view, config, replaced, length)
+    if asked is None and purpose == PURPOSES[0] and length == facts.train_length:
+        warn(_as_it_is(get_config(model), length))
     if facts.train_length is not None and (doubt := beyond_shown(facts.train_length, length)):
         warn(doubt)
     return model
@@ -135,6 +139,15 @@ def _report(view: View, config: LongAttnConfig, replaced: LongAttnConfig | None,
             f"the model has a sliding window of its own, {window:,} tokens: what lies farther back stays unseen. To lift it, "
             "build the model with sliding_window=None in its config"
         )
+
+
+def _as_it_is(config: LongAttnConfig, trained: int) -> str:
+    """Say what a remap is for in a model that reads a length without it."""
+    far = f"{config.identity_below:,.0f} tokens"
+    return (
+        f"the model reads {trained:,} tokens as it is: {config.name} serves retrieval from more than {far} back, and changes "
+        f'texts longer than that. purpose="retrieval" says that this is meant; hf_longattn.remove(model) takes it out'
+    )
 
 
 def beyond_shown(train_length: int, to: int) -> str | None:

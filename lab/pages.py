@@ -22,6 +22,7 @@ from lab.pretrained import (
     answers,
     choice,
     copies,
+    decoding,
     headline,
     longer_on_model,
     methods_on_model,
@@ -187,12 +188,11 @@ def contents() -> Contents:
         "report": report,
         "verdict": lambda name: report(name, "Verdict"),
         "copies": lambda name: report(name, "Copies from far back", -1),
-        "effective": lambda name: report(name, "Effective length"),
         "eval": evaluated,
         "extend": extended,
         "probe": probed,
     }
-    pretrained = (answers, choice, copies, headline, longer_on_model, methods_on_model, methods_trained)
+    pretrained = (answers, choice, copies, decoding, headline, longer_on_model, methods_on_model, methods_trained)
     pretrained += (needles_on_model, quantised_cache, reading_far, regret, trained)
     for measured in (papers, coverage, *pretrained, speed, gpu_tables, vllm_speed):
         own |= measured.contents()

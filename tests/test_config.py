@@ -12,7 +12,7 @@ from cases import CASES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, MEAN, VARIANCE
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
-from hf_longattn.config import BACKENDS
+from hf_longattn.config import BACKENDS, written
 from hf_longattn.methods import CosScale, ScaleInvariant
 from hf_longattn.slots.method import SLOTS, Method, ModelFacts
 from hf_longattn.slots.registry import list_methods, method_class, register
@@ -276,5 +276,19 @@ def test_parameters_and_names_out_of_place_are_answered() -> None:
 
 
 def test_parameters_are_read_as_python_prints_them() -> None:
-    written = LongAttnConfig.parse("infoscale+rerope:clamp=False:window=None")
-    assert (written.temperature.clamp, written.positions.window) == (False, None)  # type: ignore[union-attr]
+    read = LongAttnConfig.parse("infoscale+rerope:clamp=False:window=None")
+    assert (read.temperature.clamp, read.positions.window) == (False, None)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("names", [*sorted({method_class(n).name for n in list_methods()}), "rerope+infoscale"])
+def test_what_is_written_of_methods_is_read_again(names: str) -> None:
+    bound = preset(names).bind(FACTS)
+    assert preset(written(bound.methods)).methods == bound.methods
+    several = preset("rerope+infoscale", window=9)
+    assert written(several.methods, ["window"]) == "rerope+infoscale:window=9"
+    stacked = several.replace(temperature={"name": "infoscale", "stack": True}).methods
+    assert written(stacked, ["window", "stack"]) == "rerope:window=9:stack=false, infoscale:stack=true"
+    assert (
+        written(preset("scale_invariant", logit_mean=MEAN).methods, ["logit_mean"])
+        == f"scale_invariant:logit_mean=<{LAYERS} values>"
+    )

@@ -171,6 +171,16 @@ def test_extend_puts_a_temperature_beside_where_one_pays() -> None:
     assert hf_longattn.get_config(hf_longattn.extend(with_own, to=200, stack=True)).name == "rerope"
 
 
+def test_at_the_trained_length_extend_says_what_a_remap_is_for() -> None:
+    """Unless a purpose or a method says that it is meant."""
+    with pytest.warns(UserWarning, match="reads 32 tokens as it is: rerope serves retrieval from more than 16 tokens back"):
+        hf_longattn.extend(stock("llama", max_position_embeddings=32), to=32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for how in ({"purpose": "retrieval"}, {"method": "rerope"}):
+            hf_longattn.extend(stock("llama", max_position_embeddings=32), to=32, **how)
+
+
 def test_extend_refuses_what_makes_no_sense() -> None:
     model = stock("llama", max_position_embeddings=32)
     for arguments, message in (

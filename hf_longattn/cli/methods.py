@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -63,11 +64,22 @@ def _some(text: str) -> None:
         _one(name, made[method_class(name).slot])
     untrained = " and ".join(m.name for m in config.methods if m.needs_training)
     harm = f"needed for {untrained}: a model that was not trained with these parameters has higher losses"
-    say(f"Training: {harm if untrained else 'not needed with these parameters'}.")
+    say(f"Training: {harm if untrained else f'not needed with these parameters{_switches(config.methods)}'}.")
+
+
+def _switches(methods: Sequence[Method]) -> str:
+    """Name the parameters, true or false, whose other value alone would need training."""
+    from ..config import word
+
+    flags = [(m, f.name) for m in methods for f in fields(m) if isinstance(getattr(m, f.name), bool)]
+    needed = [name for m, name in flags if replace(m, **{name: not getattr(m, name)}).needs_training]
+    said = [f"{name}={word(not getattr(m, name))}" for m, name in flags if name in needed]
+    return f", but with {' or '.join(dict.fromkeys(said))}" if said else ""
 
 
 def _one(name: str, made: Method) -> None:
     """Describe a method: its parameters with their values, and its paper."""
+    from ..config import word
     from ..slots.method import thaw
     from ..slots.registry import fixed_by, method, parameters_of, summary_of
 
@@ -76,10 +88,11 @@ def _one(name: str, made: Method) -> None:
     said = _said(kind)
     rows = [("parameter", "value", "")]
     for p in (p for p in vars(made) if p in parameters_of(name)):
-        value, usual = (thaw(getattr(x, p)) for x in (made, default))
-        rows.append((p, f"{value}" if value == usual else f"{value} (default {usual})", said.get(p, "")))
+        values = (thaw(getattr(x, p)) for x in (made, default))
+        value, usual = ("None" if v is None else word(v) for v in values)  # as the docstrings call it
+        rows.append((p, value if value == usual else f"{value} (default {usual})", said.get(p, "")))
     _columns(rows if rows[1:] else [("It has no parameters.",)])
-    fixed = [f"{key} = {value}" for key, value in fixed_by(name).items()]
+    fixed = [f"{key}={word(value)}" for key, value in fixed_by(name).items()]
     for line in [f"It is {kind.name} with {', '.join(fixed)}." * bool(fixed), f"Paper: {kind.paper}"]:
         if line:
             say(line)

@@ -12,12 +12,12 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from ..config import written
 from ..extension import extend, own_window
 from ..integration import apply, remove
 from ..integration.layers import View, candidates_of, language_config
 from ..integration.state import plan_of
 from ..integration.trained_length import Trained, trained
-from ..slots.method import Method
 from .miniature import miniature
 
 #: How many times the trained length.
@@ -112,7 +112,7 @@ def _reach(model: Any, to: int, train_length: int | None) -> Reach:
 def changes(model: Any) -> str:
     """Describe the attention layers that a method changes, and those that it leaves alone with the reason."""
     plans = [plan for x in candidates_of(model) if (plan := plan_of(x.module)) is not None]
-    done = Counter(("+".join(map(_name_of, p.config.methods)), p.reason) for p in plans if p.config is not None)
+    done = Counter((written(p.config.methods, ["window"]), p.reason) for p in plans if p.config is not None)
     alone = Counter(p.reason for p in plans if p.config is None)
     if len(done) == 1 and not alone:
         return f"{next(iter(done))[0]} in every attention layer"
@@ -122,8 +122,3 @@ def changes(model: Any) -> str:
     if alone:
         parts.append("left alone: " + ", ".join(f"{n} of {len(plans)} ({why})" for why, n in alone.items()))
     return "; ".join(parts)
-
-
-def _name_of(method: Method) -> str:
-    window = getattr(method, "window", None)
-    return method.name if window is None else f"{method.name}(window={window:,})"

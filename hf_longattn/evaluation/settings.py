@@ -23,8 +23,8 @@ from ..checks import read_text
 from ..config import LongAttnConfig, listed, split_text
 from ..slots.method import as_length
 from ..slots.registry import ROPES, did_you_mean
+from ..slots.registry import UNMODIFIED as UNMODIFIED
 
-UNMODIFIED = "unmodified"
 PLAIN = "plain"
 
 

@@ -140,6 +140,26 @@ def headline(results: Readings) -> str:
     """Name the setting to take, with its price; the summary where no setting is better than the unmodified model."""
     if (whole := results.complete()) is not results:
         return headline(whole)
+    return " ".join(filter(None, [_taken(results), by_chance(results)]))
+
+
+#: By the number of documents, what so few say; the share is that of t intervals with 1 and 4 degrees of freedom.
+_FEW = {
+    1: "One document says nothing about chance, and has no interval",
+    2: "Two documents say little about chance: the intervals of five that differ as much would be a seventh as wide",
+}
+
+
+def by_chance(results: Readings) -> str:
+    """Say that one or two documents hardly tell what is chance; empty for more, and where nothing was compared."""
+    compared = [s for s in results.settings if s != UNMODIFIED and any(found for _, _, found in judged(results, s))]
+    read = {r["which"] for s in compared for r in results.of_documents(s)}
+    said = _FEW.get(len(read))
+    return f"{said}. Read more windows of each text (--windows), or more texts." if said else ""
+
+
+def _taken(results: Readings) -> str:
+    """Name the setting to take, with its price."""
     first, *others = ranked(results) or [UNMODIFIED]
     if first == UNMODIFIED:
         apart = [found for s in others for _, _, found in judged(results, s) if found and not equal(results, s)]

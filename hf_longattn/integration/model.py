@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import nn
 
-from ..config import LongAttnConfig
+from ..config import LongAttnConfig, written
 from ..slots.learned import LearnedParts, container_of
 from ..user_warnings import warn
 from .internals import get_implementation, set_implementation
@@ -291,7 +291,7 @@ def describe(model: nn.Module) -> Description:
         elif plan.config is None:
             rows.append((layer.name, "unchanged", f"{plan.reason}, {_runs(layer.module.config)}"))
         else:
-            rows.append((layer.name, ", ".join(map(_in_words, plan.config.methods)), _how(plan)))
+            rows.append((layer.name, written(plan.config.methods), _how(plan)))
     known = None if view.target is None else recorded(view.target, view.target.longattn)
     own = own_temperature(view, [x for x in view.candidates if not x.why_not] or view.candidates) if view.candidates else None
     return Description(view.name, view.running, tuple(rows), known, own)
@@ -321,9 +321,3 @@ def _runs(config: Any) -> str:
     if known is None:
         return f"runs {base_implementation(config)}"
     return f"runs {known.base}" + f" in place of {known.implementation}" * (known.base != known.implementation)
-
-
-def _in_words(method: Any) -> str:
-    parameters = {k: v for k, v in method.to_dict().items() if k != "name" and v is not None}
-    short_lists = {k: f"<{len(v)} values>" if isinstance(v, list) else v for k, v in parameters.items()}
-    return f"{method.name}({', '.join(f'{k}={v}' for k, v in short_lists.items())})"

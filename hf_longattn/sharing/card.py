@@ -17,13 +17,12 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from transformers import AutoConfig
 
 from ..checks import UNFINISHED
-from ..config import LongAttnConfig
+from ..config import LongAttnConfig, written
 from ..integration.classes import loaders, task
 from ..integration.internals import adapter_classes
 from ..integration.names import PREFIX, TRIPWIRE
 from ..integration.saved_method import ADAPTER, method_in, saved_in, type_of
 from ..integration.trained_length import recorded
-from ..slots.method import Method
 from ..slots.registry import modules_of
 
 
@@ -124,7 +123,7 @@ def model_card(
     Args:
         directory: what `hf_longattn.save`, `save_pretrained` or Trainer wrote.
         name: the repository that the card is for, as it stands in the loading example.
-        base_model: the model this was made from; an adapter's is known.
+        base_model: the model that this was made from, as the Hub names it, or a folder; an adapter's is known.
         remote_code: the folder holds the file that makes trust_remote_code=True work.
         trained: the length that the base was trained at, in tokens; None: as a whole model's config tells it.
 
@@ -139,9 +138,9 @@ def model_card(
     kind, title = task(loader), name.rpartition("/")[2]
     more = [adapter.lower()] if adapter else []
     more += ["sentence-transformers"] * (directory / "modules.json").is_file()
-    base_model = base_model or hub_id(saved.get("base_model_name_or_path"))
+    base_model = base_model or saved.get("base_model_name_or_path")
     data = ModelCardData(
-        base_model=base_model,
+        base_model=hub_id(base_model),
         license=facts.license,
         library_name="peft" if adapter else "transformers",
         pipeline_tag=kind,
@@ -171,7 +170,7 @@ def model_card(
         "name": name,
         "title": title,
         "adapter": adapter,
-        "base": base_model and link(base_model),
+        "base": base_model and _base(base_model, title),
         "config": config,
     }
     known |= {"facts": facts, "address": address, "install": install, "remote_code": remote_code}
@@ -180,7 +179,7 @@ def model_card(
         template_path=str(Path(__file__).with_name("card.md.jinja")),
         **known,
         attention=[
-            *map(_method, config.methods),
+            *(f"`{written([m])}` ({m.slot})" for m in config.methods),
             *_rope(saved),
             f"layers: {config.layers}",
             *_length(directory, config, adapter is None, trained, facts),
@@ -221,6 +220,12 @@ def _length(directory: Path, config: LongAttnConfig, whole: bool, trained: int |
     return [f"length: as trained, {trained:,} tokens"] if trained else []
 
 
+def _base(name: str, title: str) -> str:
+    """A base as a sentence names it: the Hub's as a link, a folder by its name alone; not a model itself, saved again."""
+    folder = Path(name).name
+    return link(name) if hub_id(name) else f"`{folder}` (a local folder)" * (folder != title)
+
+
 def link(repository: str) -> str:
     """A repository's name as a link to it."""
     return f"[{repository}](https://huggingface.co/{repository})"
@@ -246,12 +251,6 @@ def source() -> tuple[str, str | None]:
     if noted:  # a folder of its maker, of no use to others
         return f"pip install .  # in a checkout of hf_longattn {package.version}", stated
     return f"pip install hf_longattn=={package.version}", stated
-
-
-def _method(method: Method) -> str:
-    parameters = {k: v for k, v in method.to_dict().items() if k != "name" and v is not None}
-    listed = (f"{k} = {f'{len(v)} values, in the config' if isinstance(v, list) else v}" for k, v in parameters.items())
-    return f"`{method.name}` ({method.slot}): {', '.join(listed) or 'no parameters'}"
 
 
 def _rope(saved: dict[str, Any]) -> list[str]:

@@ -40,7 +40,9 @@ TEMPLATE, TAG = "[More Information Needed]", "hf_longattn"
 #: Where a card of ours says what to load.
 LOADING = re.compile(r'(^model = \w+\.from_pretrained\()"[^"]*"\)', re.MULTILINE)
 #: Where it names the base, if it does.
-OF_BASE = re.compile(r"^(A model|An adapter \([^)]*\))( of \[[^]]*\]\([^)]*\))?(?= whose attention)", re.MULTILINE)
+OF_BASE = re.compile(r"^(A model|An adapter \([^)]*\))( of (\[[^]]*\]|`[^`]*` )\([^)]*\))?(?= whose attention)", re.MULTILINE)
+#: What it says of the training: the texts, then the facts.
+SECTION = re.compile(r"^## Training\n\n(Trained on texts of .*\n)?((?:\n*- .*)*)", re.MULTILINE)
 _STALE = ("*.safetensors", "*.safetensors.index.json", "config.json", ADAPTER, STUB)
 
 
@@ -147,13 +149,14 @@ def write_card(
 ) -> None:
     """The README.md of a folder that a model was saved in, in place of what is there."""
     known = describe(model).trained
-    base = base_model or hub_id(getattr(model, "name_or_path", None))
+    base = base_model or getattr(model, "name_or_path", None)
     how: dict[str, Any] = {"remote_code": remote_code, "trained": known and known.length}
     model_card(directory, name, facts, base_model=base, **how).save(directory / "README.md")
 
 
 def merge(adapter: str | Path, directory: str | Path, **options: Any) -> Path:
-    """Save the model that an adapter makes, merged and under the attention that it records: PEFT is not needed then.
+    """Save the model that an adapter makes, merged and under the attention that it records: PEFT is not needed then. Its card
+    says of the training what the adapter's does.
 
     Args:
         adapter: a folder; its base is found by the name that it gives.
@@ -179,9 +182,18 @@ def merge(adapter: str | Path, directory: str | Path, **options: Any) -> Path:
     model = load_setting(Setting("adapter", adapter=str(folder)), checkpoint, checkpoint.dtype)
     there = any(folder.glob("tokenizer*"))
     made: dict[str, Any] = {"tokenizer": load_tokenizer(str(folder) if there else base), "base_model": hub_id(base)}
-    save(model, directory, **made | options)
+    save(model, directory, **made | _training(folder / "README.md") | options)
     carry(base, Path(directory), type(model))
     return Path(directory)
+
+
+def _training(readme: Path) -> dict[str, Any]:
+    """The facts of a training that a card of ours states."""
+    text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+    if not _ours(text) or not (section := SECTION.search(text)):
+        return {}
+    lengths = [int(n.replace(",", "")) for n in re.findall(r"\d{1,3}(?:,\d{3})*(?=, | tokens\.)", section[1] or "")]
+    return {"training_lengths": lengths, "training": dict(re.findall(r"^- ([^:\n]+): (.*)$", section[2], re.MULTILINE))}
 
 
 def push(

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 GROUP = "hf_longattn.methods"
 #: Names of transformers' own attention functions.
 STOCK = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+#: What a setting without a method is called.
+UNMODIFIED = "unmodified"
 #: Names that mean something where a method's name may stand.
-RESERVED = (*STOCK, "longattn", "unmodified")
+RESERVED = (*STOCK, "longattn", UNMODIFIED)
 #: Position encodings, which are no methods, as `hf_longattn.rope` has them; and the fewest and most numbers they take.
 ROPES = {"yarn": (1, 1), "ntk": (1, 1), "linear": (1, 1), "prope": (1, 2), "nope": (0, 0), "cope": (0, 1)}
 #: The model that a method is tried on as it is registered.
@@ -270,6 +272,11 @@ def method(name: str, **parameters: Any) -> Method:
 
 def meant(name: str) -> str:
     """Guess what was meant by the name of no method."""
+    if name == UNMODIFIED:
+        return (
+            "it is a setting, the model without a method: hf_longattn.remove(model) takes a method out, and a recipe has "
+            "method=null; "
+        )
     if name in STOCK:
         return (
             f"it is transformers' own attention: hf_longattn.remove(model) takes a method out, and "

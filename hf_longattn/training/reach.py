@@ -79,7 +79,7 @@ def sentence(reach: Reach, measured: Mapping[str, Mapping[int, Mapping[str, Any]
     near = _copies(reach, 0)
     if BEFORE in near and near[AFTER] > near[BEFORE] + HARM:
         back = reach[AFTER][0]["distance"]
-        said += f" Copies from {back:,} tokens back got worse: {near[AFTER]:.2f} (before: {near[BEFORE]:.2f})."
+        said += f" Copies from {back:,} tokens back got worse: {near[AFTER]:.2f} (base: {near[BEFORE]:.2f})."
     return said
 
 
@@ -92,7 +92,7 @@ def _compared(what: str, losses: Mapping[str, float]) -> str:
     if BEFORE not in losses:
         return f"{what} at {losses[AFTER]:.2f}"
     same = ", no different" if f"{losses[BEFORE]:.2f}" == f"{losses[AFTER]:.2f}" else ""
-    return f"{what} at {losses[AFTER]:.2f} (before: {losses[BEFORE]:.2f}{same})"
+    return f"{what} at {losses[AFTER]:.2f} (base: {losses[BEFORE]:.2f}{same})"
 
 
 def picture(reach: Reach, trained: int | None) -> bytes | None:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
 
@@ -19,7 +20,7 @@ from ..evaluation.rows import Row
 from ..integration import update
 from ..integration.engines.ulysses import check_heads, split_sequence, unsplit
 from .data import Data, PartCollator
-from .held_out import Tick, held_out_sums, metrics
+from .held_out import Tick, held_out_sums, metrics, tokens_read
 from .loss import PARTS
 from .reach import probed
 from .recipe import Recipe, Strength
@@ -136,7 +137,10 @@ class RecipeTrainer(Trainer):
 
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
         """Held-out loss (and needle accuracy) at every length of the recipe; `eval_loss` is that at the training length."""
-        result = self.held_out_metrics(self.recipe.lengths)
+        quiet = self.args.disable_tqdm or not self.is_world_process_zero()
+        total = tokens_read(self.recipe, self.data, self.recipe.lengths)
+        with tqdm(total=total, desc="Held-out text", unit=" tokens", leave=False, disable=quiet) as bar:
+            result = self.held_out_metrics(self.recipe.lengths, bar.update)
         out = {f"{metric_key_prefix}_{k}_{n}": m[k] for n, m in result.items() for k in ("loss", "accuracy") if k in m}
         at = self.recipe.length if self.recipe.length in result else min(result)
         out[f"{metric_key_prefix}_loss"] = result[at]["loss"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from pathlib import Path
 
 import yaml
@@ -20,7 +19,6 @@ from lab.pretrained.reading_far import SEGMENT
 from lab.pretrained.runner import RESULTS, rows_of
 from lab.speed import speed
 
-DOCS = Path(__file__).parents[2] / "docs"
 #: By method, and for each column the setting that rows have and what it is compared with.
 SETTINGS: dict[str, dict[str, list[str]]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 SMOLLM2, GEMMA, NOVEL = "SmolLM2-135M-Instruct", "gemma-3-270m", "pride-and-prejudice"
@@ -78,16 +76,8 @@ def ratio(name: str) -> str:
         return NOT_MEASURED
 
 
-def engines(name: str) -> str:
-    """In how many of the engines it is exact."""
-    lines = (DOCS / "engines.md").read_text(encoding="utf-8")
-    found = re.search(rf"^\| `{name}` \| (.*) \|$", lines, re.MULTILINE)
-    cells = found[1].split(" | ") if found else []
-    return f"{cells.count('exact')} of {len(cells)}" if cells else NOT_MEASURED
-
-
 def table(_: str) -> str:
-    head = ["", "copies at 2 ×", "copies at 4 ×", "cost on short text", "needs training", "time on a CPU", "engines"]
+    head = ["", "copies at 2 ×", "copies at 4 ×", "cost on short text", "needs training", "time on a CPU"]
     body = [
         [
             f"`{name}`",
@@ -96,7 +86,6 @@ def table(_: str) -> str:
             cost(name),
             "yes" if method(name).bind(FACTS).needs_training else "no",
             ratio(name),
-            engines(name),
         ]
         for name in SETTINGS
     ]

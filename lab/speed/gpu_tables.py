@@ -14,8 +14,6 @@ from lab.speed.gpu_rows import Row, read
 BEFORE, NOW, UNMODIFIED, NONE = "first", "now", "unmodified", "–"
 #: The columns of whole models.
 LENGTHS = (8192, 32768)
-#: The run with the kernels of decoded tokens as they are.
-TOKENS = "fourth"
 
 
 def rows_of(part: str, run: str | None = None, **fields: Any) -> list[Row]:
@@ -87,17 +85,6 @@ def prefill() -> str:
     return markdown(["", *(f"{n:,}" for n in LENGTHS), "MiB at 32,768"], lines)
 
 
-def token() -> str:
-    """What a decoded token asks of the device: time of its kernels, how many, what the host reads."""
-    lines = []
-    for method in sorted(methods_of(rows_of("whole")), key=lambda name: name != UNMODIFIED):
-        cells = [number(over(TOKENS, n, method, "step_kernel_ms"), 1) for n in LENGTHS]
-        cells += [number(over(NOW, 8192, method, field)) for field in ("step_kernels", "step_reads")]
-        if set(cells) != {NONE}:
-            lines.append([named(method), *cells])
-    return markdown(["", *(f"ms at {n:,}" for n in LENGTHS), "kernels at 8,192", "host reads"], lines)
-
-
 def step() -> str:
     """Time of the kernels of decoded tokens, in turn with the unmodified model."""
     lines = [
@@ -121,18 +108,6 @@ def attention() -> str:
 
 def both(row: Row | None) -> str:
     return NONE if row is None or "forward" not in row else f"{row['forward']:.2f} ({number(row.get('both'), 2)})"
-
-
-def tiles() -> str:
-    """For each kind of kernel call the fastest tiles, and the ratio of the slowest that were tried."""
-    rows = rows_of("tiles")
-    lines = []
-    for dim, mode, kind in sorted({(r["head_dim"], r["mode"], r["kind"]) for r in rows}):
-        tried = [r for r in rows if (r["head_dim"], r["mode"], r["kind"]) == (dim, mode, kind) and "ratio" in r]
-        best, worst = (f(tried, key=lambda r: r["ratio"]) for f in (min, max))
-        ratios = f"{best['ratio']:.2f} ({worst['ratio']:.2f})"
-        lines.append([str(dim), mode, kind, best["tiles"].strip("[]"), ratios])
-    return markdown(["head_dim", "pass", "logits", "fastest tiles", "ratio (slowest)"], lines)
 
 
 def static() -> str:
@@ -164,8 +139,8 @@ def exactness() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    **{"prefill": prefill, "token": token, "step": step, "attention": attention},
-    **{"tiles": tiles, "static": static, "exactness": exactness},
+    **{"prefill": prefill, "step": step, "attention": attention},
+    **{"static": static, "exactness": exactness},
 }
 
 

@@ -15,20 +15,7 @@ ROOT = Path(__file__).parents[2]
 FILES = {"cpu": "attention-cpu.json"}
 HOST, GENERATION = "host-cpu.json", "generation-cpu.json"
 Rows = list[dict[str, Any]]
-SDPA, MAP, FLEX = ("none", "torch sdpa"), ("scale_invariant", "auto"), ("scale_invariant", "torch flex")
-#: What, where, mode, length, the largest ratio that will do, method, and to which peer.
-TARGETS: list[tuple[str, str, str, int, float, tuple[str, str], tuple[str, str]]] = [
-    ("scale_invariant", "cpu", "forward", 4096, 1.2, MAP, SDPA),
-    ("scale_invariant", "cpu", "forward", 8192, 1.4, MAP, SDPA),
-    ("scale_invariant", "cpu", "forward+backward", 4096, 1.5, MAP, SDPA),
-    ("scale_invariant", "cpu", "forward+backward", 8192, 1.5, MAP, SDPA),
-    ("scale_invariant", "cpu", "forward", 4096, 0.8, MAP, FLEX),
-    ("scale_invariant", "cpu", "forward", 8192, 0.8, MAP, FLEX),
-    ("infoscale", "cpu", "forward", 4096, 1.03, ("infoscale", "auto"), SDPA),
-    ("infoscale", "cpu", "forward+backward", 4096, 1.05, ("infoscale", "auto"), SDPA),
-    ("cosscale", "cpu", "forward", 4096, 1.03, ("cosscale", "auto"), SDPA),
-    ("cosscale", "cpu", "forward+backward", 4096, 1.05, ("cosscale", "auto"), SDPA),
-]
+SDPA = ("none", "torch sdpa")
 
 
 def load_all() -> Rows:
@@ -46,9 +33,9 @@ def name_of(row: dict[str, Any]) -> str:
     return ", ".join(x for x in (method, "" if row["backend"] == "auto" else row["backend"]) if x)
 
 
-def chosen(rows: Rows, where: str, mode: str, has: str, grouped: bool = False) -> Rows:
+def chosen(rows: Rows, where: str, mode: str, has: str) -> Rows:
     rows = [r for r in rows if r["where"] == where and r["mode"] == mode and r.get(has) is not None]
-    return [r for r in rows if mode not in MODES or (r["heads"] != r["kv_heads"]) == grouped]
+    return [r for r in rows if mode not in MODES or r["heads"] == r["kv_heads"]]
 
 
 MODES = ("forward", "forward+backward", "decode")
@@ -83,32 +70,14 @@ def exponent(rows: Rows) -> float:
     return statistics.linear_regression(lengths, peaks).slope
 
 
-def targets(rows: Rows, where: str) -> str:
-    lines = []
-    for what, here, mode, length, most, key, peer in TARGETS:
-        if here != where:
-            continue
-        result = {(r["method"], r["backend"]): r for r in chosen(rows, where, mode, "ratio") if r["length"] == length}
-        shown = "not measured"
-        if key in result and peer in result:
-            value = result[key]["ratio"] / result[peer]["ratio"]
-            shown = f"{value:.2f}" if value < most + 0.005 else f"**{value:.2f}**"
-        against = "sdpa" if peer == SDPA else "compiled FlexAttention"
-        lines.append([what, mode, f"{length:,}", against, f"≤ {most:g}", shown])
-    return markdown(["what", "mode", "length", "against", "target", "measured"], lines)
-
-
 def table(rows: Rows, words: list[str]) -> str:
-    """`WHERE targets`, `WHERE MODE ...` (ratios), `WHERE memory MODE ...`; "grouped" may follow; `WHERE whole MODEL`."""
+    """`WHERE MODE ...` (ratios), `WHERE memory MODE ...`, `WHERE whole MODEL`."""
     where, *rest = words
-    if rest == ["targets"]:
-        return targets(rows, where)
     if rest[0] == "whole":
         return whole(rows, where, rest[1])
-    grouped = rest[-1] == "grouped"
-    mode = " ".join(w for w in rest if w not in ("memory", "grouped"))
+    mode = " ".join(w for w in rest if w != "memory")
     has = "peak_mib" if "memory" in rest else "ratio"
-    rows = chosen(rows, where, mode, has, grouped)
+    rows = chosen(rows, where, mode, has)
     if not rows:
         return "Not measured yet."
     if has == "peak_mib":

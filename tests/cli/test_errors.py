@@ -399,6 +399,7 @@ def test_describe_says_what_is_alike_once() -> None:
 
 
 ADDRESSED: dict[str, Any] = {
+    "hf_longattn.remove(model) takes a method out, and a recipe has method=null": lambda m: apply(m, "unmodified"),
     "hf_longattn.remove(model) takes a method out, and model.set_attn_implementation('sdpa')": lambda m: apply(m, "sdpa"),
     "hf_longattn.remove(model) takes a method out": lambda m: apply(m, None),
     "did you mean 'rerope'?": lambda m: apply(m, "ReRoPE"),

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import engines_table
 import peft
 import pytest
 import tiny
@@ -497,9 +498,10 @@ def test_lines_of_a_log_become_rows_under_one_set_of_names(tmp_path: Path) -> No
 
 def test_the_table_of_engines_has_every_method_and_names_tests_that_exist() -> None:
     page = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", page, re.MULTILINE))
+    rows = engines_table.rows_of(page)
     assert set(rows) == set(list_methods())
-    cells = {cell.strip() for row in rows.values() for cell in row.split("|")}
+    assert engines_table.with_served(page) == page
+    cells = {cell for row in rows.values() for cell in row}
     messages = re.findall(r"^(\d+)\. \.\.\. ", page, re.MULTILINE)
     assert cells <= {"exact", *(f"refused ({n})" for n in messages)}
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))

@@ -337,12 +337,12 @@ def test_the_verdict_is_sorted_and_says_what_is_better_than_chance() -> None:
     assert headline(unfinished).startswith("Take costly. ")
 
 
-@pytest.mark.parametrize("documents", ["abc", "a"])
+@pytest.mark.parametrize("documents", ["abc", "ab", "a"])
 def test_the_verdict_recommends_nothing_that_may_be_chance(documents: str) -> None:
     """A gain of 0.001 ± 0.006, as a method shows that changes next to nothing; or of one document."""
     rows: list[dict[str, Any]] = []
     for n, d in enumerate(documents):
-        for s, gain in (("unmodified", 0.0), ("scale_invariant", 0.001 + 0.002 * (n - 1) * (len(documents) > 1))):
+        for s, gain in (("unmodified", 0.0), ("scale_invariant", 0.001 + 0.002 * (n - (len(documents) - 1) / 2))):
             about = {"task": "loss", "setting": s, "which": d, "seconds": 1}
             rows += [about | {"length": length, "loss": 3.0 + n - gain} for length in (512, 1024)]
     results = Results(rows, ["unmodified", "scale_invariant"], 512)
@@ -354,7 +354,11 @@ def test_the_verdict_recommends_nothing_that_may_be_chance(documents: str) -> No
     (table,) = results.sections()[0].tables
     assert [row[0] for row in table.rows] == ["unmodified", "scale_invariant"]
     clear = [r | {"loss": r["loss"] - 0.5 * (r["length"] == 1024 and r["setting"] != "unmodified")} for r in rows]
-    assert headline(Results(clear, results.settings, 512)).startswith("Take scale_invariant. ")
+    taken = headline(Results(clear, results.settings, 512))
+    assert taken.startswith("Take scale_invariant. ")
+    few = {1: "One document says nothing about chance", 2: "Two documents say little about chance"}
+    for text in (said, taken):
+        assert [n for n, words in few.items() if words in text] == [len(documents)] * (len(documents) in few)
 
 
 # settings ------------------------------------------------------------------------------------------------------------

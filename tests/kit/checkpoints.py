@@ -77,16 +77,24 @@ def row(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return about | told | {"refused": all(x.refused for x in reaches)}
 
 
+def line(row: dict[str, Any]) -> str:
+    """A checkpoint's line on the page: its trained length, with the reason where it is not the usual one; and what `extend`
+    does, without the lengths, which the head gives, or why it refuses.
+    """
+    name = row["name"] + f" ({row['note']})" * bool(row["note"])
+    trained = row["trained"].removeprefix("trained at ").replace(": max_position_embeddings", "", 1)
+    if row["refused"]:
+        return f"| {name} | {trained} | {row['extend'][0]} |"
+    twice, more = (text.partition(": ")[2].removesuffix(" in every attention layer") for text in row["extend"])
+    cells = [twice, "the same" if more == twice else more]
+    return f"| {name} | {trained} | {' | '.join(cells)} |".replace(" attention layers", " layers")
+
+
 def section(rows: list[dict[str, Any]]) -> list[str]:
     """Their part of docs/models.md."""
     rows = sorted(rows, key=lambda r: r["name"].lower())
-    sources: dict[str, list[str]] = {}
-    for r in rows:
-        sources.setdefault(r["source"], []).append(r["name"])
     head = ["| checkpoint | trained length | `extend` to 2 × | to 8 × |", "|---|---|---|---|"]
-    about = {r["name"]: r["name"] + f" ({r['note']})" * bool(r["note"]) for r in rows}
-    table = [f"| {about[r['name']]} | {r['trained']} | {' | '.join(r['extend'])} |" for r in rows if not r["refused"]]
-    refused = [f"| {about[r['name']]} | {r['trained']} | {r['extend'][0]} |" for r in rows if r["refused"]]
+    table, refused = ([line(r) for r in rows if r["refused"] is which] for which in (False, True))
     return [
         "## Published checkpoints",
         "",
@@ -94,8 +102,9 @@ def section(rows: list[dict[str, Any]]) -> list[str]:
         "windows and rotary settings of their configs. `hf-longattn doctor MODEL` prints the same for any config. The gain "
         "was [measured](lab/longer.md) on few models. Layers are counted among all of the config, or among 4 where its source "
         "does not give their number. Of models with pictures this is the language model, (text); their pictures are read "
-        "[axis by axis](reference/methods/position_remaps.md#pictures-m-rope). `python tests/kit/checkpoints.py` rewrites "
-        "this part alone.",
+        "[axis by axis](reference/methods/position_remaps.md#pictures-m-rope). A trained length is `max_position_embeddings`, "
+        "and a method stands in every attention layer, where nothing else is said. [models.json](models.json) names the "
+        "source of each config; `python tests/kit/checkpoints.py` rewrites this part alone.",
         "",
         *head,
         *table,
@@ -105,12 +114,6 @@ def section(rows: list[dict[str, Any]]) -> list[str]:
         "| checkpoint | trained length | reason |",
         "|---|---|---|",
         *refused,
-        "",
-        "Sources of the settings:",
-        "",
-        "| source | checkpoints |",
-        "|---|---|",
-        *(f"| {source} | {', '.join(names)} |" for source, names in sorted(sources.items())),
         "",
     ]
 

@@ -423,9 +423,7 @@ def page(results: dict[str, Any]) -> str:
                 "",
                 f"### {len(names)} others",
                 "",
-                f"These model types of transformers {what}:",
-                "",
-                ", ".join(names) + ".",
+                f"Model types of transformers that {what}: they are named in [models.json](models.json).",
             ]
     return "\n".join([*lines, ""])
 

@@ -32,6 +32,8 @@ ENGINES = (
     "split_sequence",
     "vLLM",
 )
+#: A line of the table: names of methods, and their cells.
+LINE = re.compile(r"^\| (`\w+`(?:, `\w+`)*) \| (.*) \|$", re.MULTILINE)
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 #: In nats, of a log probability under vLLM beside transformers.
 TOLERANCE = 2e-4
@@ -66,18 +68,32 @@ def served() -> Cells:
     return cells
 
 
+def rows_of(page: str) -> dict[str, list[str]]:
+    """By method, its cells in the table of a page."""
+    found = LINE.finditer(page)
+    return {name: m[2].split(" | ") for m in found for name in re.findall(r"`(\w+)`", m[1])}
+
+
+def lines(rows: dict[str, list[str]]) -> list[str]:
+    """Lines of the table: methods of which all cells are alike in one."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, cells in rows.items():
+        alike.setdefault(tuple(cells), []).append(f"`{name}`")
+    return [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in alike.items()]
+
+
 def with_served(page: str) -> str:
     """A page with the table, its last column anew."""
-    cells = served()
-    pattern = re.compile(r"^\| `(\w+)` \|(.*)\|[^|]*\|$", re.MULTILINE)
-    return pattern.sub(lambda m: f"| `{m[1]}` |{m[2]}| {cells.get(('vLLM', m[1]), ('', 'not run'))[1]} |", page)
+    cells, found = served(), list(LINE.finditer(page))
+    rows = {name: [*row[:-1], cells.get(("vLLM", name), ("", "not run"))[1]] for name, row in rows_of(page).items()}
+    return page[: found[0].start()] + "\n".join(lines(rows)) + page[found[-1].end() :]
 
 
 def table(cells: Cells) -> str:
-    """One row a method, one column an engine; below it the tests and the messages."""
+    """A row for the methods that are alike, one column an engine; below it the tests and the messages."""
     tests: dict[str, set[str]] = {}
     messages: list[str] = []
-    rows = []
+    rows = {}
     for method in list_methods():
         row = []
         for engine in ENGINES:
@@ -90,8 +106,8 @@ def table(cells: Cells) -> str:
                 outcome = f"refused ({messages.index(kind) + 1})"
             row.append(outcome)
         if any(cell != "not run" for cell in row):
-            rows.append(f"| `{method}` | {' | '.join(row)} |")
-    head = [f"| | {' | '.join(ENGINES)} |", "|---" * (len(ENGINES) + 1) + "|", *rows, ""]
+            rows[method] = row
+    head = [f"| | {' | '.join(ENGINES)} |", "|---" * (len(ENGINES) + 1) + "|", *lines(rows), ""]
     head += ["Shown by:", "", *(f"- {e}: {', '.join(f'`{t}`' for t in sorted(tests[e]))}" for e in ENGINES if e in tests), ""]
     told = ["Messages:", "", *(f"{n}. {text}" for n, text in enumerate(messages, 1))] if messages else []
     return "\n".join([*head, *told])

@@ -193,10 +193,10 @@ def test_the_command_lists_every_method_as_the_page_of_methods_does() -> None:
         ("rerope:window=4k", ["rerope (positions): ", "window     4096 (default None)"], "not needed with these parameters."),
         (
             "infoscale+rerope",
-            ["rerope (positions): ", "infoscale (temperature): ", "clamp         True "],
-            "not needed with these parameters.",
+            ["rerope (positions): ", "infoscale (temperature): ", "clamp         true "],
+            "not needed with these parameters, but with clamp=false.",
         ),
-        ("rerope+infoscale:clamp=false", ["clamp         False (default True)"], "needed for infoscale: a model that was not"),
+        ("rerope+infoscale:clamp=false", ["clamp         false (default true)"], "needed for infoscale: a model that was not"),
         ("rerope+cosscale+logn:clamp=no", [], None),
         ("ssmax+cosscale:scale=2", [], None),
         ("rerope+infoscale+cosscale:clamp=false", ["cosscale (score): "], "needed for cosscale and infoscale: "),

@@ -95,7 +95,7 @@ def test_a_saved_model_and_its_card(tmp_path: Path) -> None:
         ("accuracy", "accuracy at 512 tokens", 0.9, "six novels"),
     }
     for line in (
-        "- `scale_invariant` (logit_map): tau = 3.0, ",
+        "- `scale_invariant:tau=3.0:",
         "| 512 | 2.75 | 0.9 |",
         "| 4,096 | 2.5 |  |",
         "Trained on texts of 512, 4,096 tokens.",
@@ -113,7 +113,7 @@ def test_a_card_has_the_base_beside_the_model_and_how_far_it_reads(tmp_path: Pat
     base = {"loss": {512: 2.875, 8192: 3.5}}
     facts = FACTS | {
         "base_metrics": base,
-        "reach": "Reads copies from 12,000 tokens back at 0.90 (before: 3.10), in nats per token.",
+        "reach": "Reads copies from 12,000 tokens back at 0.90 (base: 3.10), in nats per token.",
     }
     hf_longattn.save(hf_longattn.extend(stock("llama"), 2048), tmp_path / "m", **facts)
     card = ModelCard.load(tmp_path / "m" / "README.md").text
@@ -162,13 +162,20 @@ def test_an_adapter_is_merged_and_saved(base: Path, tmp_path: Path, case: str) -
     for name, p in m.named_parameters():
         if ".longattn." in name:
             torch.nn.init.uniform_(p, 0.5, 1.5)
-    hf_longattn.save(m, tmp_path / "adapter", tokenizer=letters())
+    told = {"training_lengths": [512, 1024], "training": {"data": "six novels: old ones", "steps": "1,200"}}
+    hf_longattn.save(m, tmp_path / "adapter", tokenizer=letters(), **told)
     assert hf_longattn.merge(tmp_path / "adapter", tmp_path / "whole", **FACTS) == tmp_path / "whole"
     whole = LlamaForCausalLM.from_pretrained(tmp_path / "whole")
     close(logits(whole), logits(m), 1e-5)
     assert not (tmp_path / "whole" / "adapter_config.json").exists()
     assert (tmp_path / "whole" / "tokenizer.json").exists()
-    assert "| 512 | 2.75 | 0.9 |" in (tmp_path / "whole" / "README.md").read_text()
+    cards = [(tmp_path / kind / "README.md").read_text() for kind in ("adapter", "whole")]
+    assert "| 512 | 2.75 | 0.9 |" in cards[1]
+    for card, what in zip(cards, ("An adapter (LORA)", "A model"), strict=True):
+        assert f"{what} of `{base.name}` (a local folder) whose attention" in card
+    hf_longattn.merge(tmp_path / "adapter", tmp_path / "told")
+    for card in (cards[0], (tmp_path / "told" / "README.md").read_text()):
+        assert "Trained on texts of 512, 1,024 tokens.\n\n- data: six novels: old ones\n- steps: 1,200\n\n## Loading" in card
     with pytest.raises(FileExistsError, match="is not empty"):
         hf_longattn.merge(tmp_path / "adapter", tmp_path / "whole")
     with pytest.raises(ValueError, match="holds the adapter, which the merged model would replace"):
@@ -414,7 +421,8 @@ def test_a_card_of_ours_is_filled_in(server: FakeHub, base: Path, tmp_path: Path
     title = REPO.rpartition("/")[2]
     assert card.data.model_name == title  # as its repository
     shown = before.partition("\n# ")[2].replace('"m"', f'"{REPO}"')
-    shown = shown.replace(") whose", ") of [someone/llama](https://huggingface.co/someone/llama) whose", 1)
+    assert f" of `{base.name}` (a local folder) whose" in shown
+    shown = shown.replace(f"`{base.name}` (a local folder)", "[someone/llama](https://huggingface.co/someone/llama)", 1)
     assert sent.partition("\n# ")[2] == shown.replace("m\n", f"{title}\n", 1)
     assert (tmp_path / "m/README.md").read_text() == before
     wrong = CliRunner().invoke(app, [*words, "--training-length", "4k", "--yes"])

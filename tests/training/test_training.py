@@ -205,8 +205,9 @@ def test_a_trained_model_says_how_long_a_text_it_was_trained_to_read(what: str, 
 def test_a_run_ends_with_how_far_the_model_reads(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the base and of the trained model: a probe, a long text, a picture, a sentence; in the folder and on the card."""
     out = tmp_path / "out"
-    changes = {"evaluation__far": 700, "skip__target_length": 2000, "trainer__eval_strategy": "no", "trainer__max_steps": 2}
-    result = command("continue_lora", *settings(tiny, out, **changes, trainer__disable_tqdm=False))
+    changes = {"evaluation__far": 700, "skip__target_length": 2000, "trainer__max_steps": 2}
+    changes |= {"trainer__eval_strategy": "steps", "trainer__eval_steps": 2, "trainer__disable_tqdm": False}
+    result = command("continue_lora", *settings(tiny, out, **changes))
     assert result.exit_code == 0, result.output
     assert "at the end at [32, 700]; copies from up to 1,872 tokens back" in result.output
     metrics = json.loads((out / "metrics.json").read_text())
@@ -216,7 +217,7 @@ def test_a_run_ends_with_how_far_the_model_reads(tiny: Path, tmp_path: Path, cap
         assert [r["distance"] for r in rows] == [1280, 1428, 1576, 1724, 1872]
     assert {name: list(m) for name, m in metrics["measured"].items()} == {n: ["32", "700"] for n in ("trained", "base")}
     last = {name: rows[-1]["copy"][0] for name, rows in probes.items()}
-    assert f"copies from 1,872 tokens back at {last['trained']:.2f} (before: {last['base']:.2f}" in told
+    assert f"copies from 1,872 tokens back at {last['trained']:.2f} (base: {last['base']:.2f}" in told
     assert "a text at its tokens 350 to 700 at " in told
     assert told in " ".join(result.output.split())
     card = (out / "README.md").read_text()
@@ -235,7 +236,9 @@ def test_a_run_ends_with_how_far_the_model_reads(tiny: Path, tmp_path: Path, cap
     assert "| tokens | loss | loss before training |" in card
     base = metrics["measured"]["base"]["700"]["loss"]
     assert f"| 700 | {metrics['measured']['trained']['700']['loss']:.4g} | {base:.4g} |" in card
-    assert "Measuring: 100%" in capsys.readouterr().err + result.output
+    drawn = capsys.readouterr().err + result.output
+    assert "Held-out text: " in drawn  # while the bar of the steps stands still
+    assert "Measuring: 100%" in drawn
     # the adapter itself, read again, has what was said of it
     again = AutoModelForCausalLM.from_pretrained(out)
     data = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "other", **changes))).data
@@ -1270,9 +1273,9 @@ def test_a_run_says_what_it_harmed() -> None:
 
     said = reach.sentence({"trained": rows(1.47, 3.01), "base": rows(0.62, 3.05)}, {}, None)
     assert said == (
-        "Reads copies from 8,064 tokens back at 3.01 (before: 3.05), no better than other text there, in nats per token. "
-        "Copies from 1,280 tokens back got worse: 1.47 (before: 0.62)."
+        "Reads copies from 8,064 tokens back at 3.01 (base: 3.05), no better than other text there, in nats per token. "
+        "Copies from 1,280 tokens back got worse: 1.47 (base: 0.62)."
     )
     assert reach.sentence({"trained": rows(0.6, 0.9), "base": rows(0.6, 3.1)}, {}, None) == (
-        "Reads copies from 8,064 tokens back at 0.90 (before: 3.10), in nats per token."
+        "Reads copies from 8,064 tokens back at 0.90 (base: 3.10), in nats per token."
     )
