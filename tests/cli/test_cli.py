@@ -524,7 +524,7 @@ def spoilt(kind: str, folder: Path) -> tuple[Path, str]:
 WRONG = ["a value head", "another class", "more layers", "fewer layers", "wider", "a class of its own"]
 
 
-@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("kind", crossed(WRONG, 3))
 def test_weights_that_do_not_fit_are_an_error_that_names_them(
     kind: str, files: Path, tmp_path: Path, capsys: Any, caplog: Any
 ) -> None:

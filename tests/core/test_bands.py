@@ -9,7 +9,7 @@ import pytest
 import torch
 from calls import GEOMETRIES, ROTATION, SINKS, arguments, by_options, check, dense, inputs, mask_of, with_gradients
 from cases import CASES
-from helpers import close
+from helpers import close, crossed
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -371,7 +371,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     library._destroy()
 
 
-@pytest.mark.parametrize("name", ["rerope", "narrow", "attention_sink", "rerope+adaptive_temperature"])
+@pytest.mark.parametrize(
+    "name", crossed(["rerope", "narrow", "attention_sink", "rerope+adaptive_temperature"], ["rerope", "narrow"])
+)
 @pytest.mark.parametrize("kind", ["efficient", "cudnn", "flash", "triton"])
 def test_cuda_is_asked_as_its_operators_want(name: str, kind: str, cuda: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Here they are stand-ins: only a GPU shows what the real ones compute. Triton takes what is no triangle where it runs."""

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("peft")
 pytest.importorskip("omegaconf")
+from helpers import crossed
 from peft import PeftModel
 from tiny import save_gpt2
 from tokenizers import Tokenizer
@@ -180,7 +181,7 @@ READS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("what", READS)
+@pytest.mark.parametrize("what", crossed(READS, 3))
 def test_a_trained_model_says_how_long_a_text_it_was_trained_to_read(what: str, tiny: Path, tmp_path: Path) -> None:
     changes, reads = READS[what]
     quick = {"trainer__max_steps": 1, "trainer__eval_strategy": "no", "evaluation__compare": False}
@@ -456,7 +457,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
         prepare(load_recipe(name, overrides), resume=True)
 
 
-@pytest.mark.parametrize("position", ["plain", "skip"])
+@pytest.mark.parametrize("position", crossed(["plain", "skip"], ["skip"]))
 def test_a_run_killed_after_its_last_step_trains_no_more(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, position: str
 ) -> None:
@@ -500,7 +501,7 @@ def test_a_resumed_run_may_be_measured_otherwise(tiny: Path, tmp_path: Path, mon
         prepare(load_recipe("continue_lora", far), resume=True)
 
 
-@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("kept", crossed([True, False], 2))
 def test_interrupted_while_it_measures_a_run_says_that_its_weights_are_there(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
 ) -> None:
@@ -531,6 +532,7 @@ def test_convert_distill(tiny: Path, tmp_path: Path) -> None:
         assert log["loss"] == pytest.approx(0.25 * log["divergence"] + 0.75 * log["cross_entropy"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_recipes_for_pretrained_models_ship_what_was_measured_best(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -559,9 +561,10 @@ def test_recipes_for_pretrained_models_ship_what_was_measured_best(
         prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out")))
 
 
-@pytest.mark.parametrize(
-    "method", ["null", "infoscale:clamp=false", "logn:learned=true:clamp=false", "adaptive_temperature", "scale_invariant"]
-)
+AT_EVERY_LENGTH = ["null", "infoscale:clamp=false", "logn:learned=true:clamp=false", "adaptive_temperature", "scale_invariant"]
+
+
+@pytest.mark.parametrize("method", crossed(AT_EVERY_LENGTH, ["logn:learned=true:clamp=false"]))
 def test_method_lora_trains_under_what_acts_at_every_length(tiny: Path, tmp_path: Path, method: str) -> None:
     """As its file lists them; SSMax's factors are trained and saved with the adapter."""
     given = {"method": method, "trainer__max_steps": 2, "trainer__eval_strategy": "no", "evaluation__compare": False}
@@ -584,7 +587,7 @@ def method_of(adapter: Path) -> Any:
     return json.loads((adapter / "adapter_config.json").read_text()).get("longattn")
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", crossed(RECIPES, ["continue_lora"]))
 def test_recipes_take_a_model_with_a_table_of_positions(name: str, tiny: Path, tmp_path: Path) -> None:
     """GPT-2: `method_lora` as it stands, the others with another method and plain positions, which the refusal names."""
     base = save_gpt2(tmp_path / "gpt2")
@@ -603,6 +606,7 @@ def test_recipes_take_a_model_with_a_table_of_positions(name: str, tiny: Path, t
         prepare(load_recipe(name, [*ours, "length=300"]))
 
 
+@pytest.mark.slow
 def test_targets_are_one_name_or_several(tiny: Path, tmp_path: Path) -> None:
     for given, expected in (("q_proj", ["q_proj"]), ("q_proj,v_proj", ["q_proj", "v_proj"]), ("all-linear", ["all-linear"])):
         recipe = load_recipe("continue_lora", settings(tiny, tmp_path / "out", lora__targets=given))
@@ -1198,7 +1202,7 @@ def test_plan_counts(tiny: Path, tmp_path: Path) -> None:
     assert "6, windows per step: 2, processes: 1; 0.4k tokens in all" in lines
 
 
-@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("fast", crossed([False, True], 2))
 def test_plan_says_what_is_multiplied_and_whether_slowly(
     tiny: Path, tmp_path: Path, fast: bool, cpu_bfloat16: Callable[[bool], None]
 ) -> None:
