@@ -329,6 +329,7 @@ RECIPE_KEYS += ["evaluation.lengths", "needle.needles", "strength.share", "sched
 RECIPE_KEYS += ["architecture.width", "optimizer.betas", "output", "tokenizer", "dtype", "heldout", "model", "skip.chunks"]
 
 
+@pytest.mark.slow
 @CHECKED
 @given(st.lists(st.tuples(st.sampled_from(RECIPE_KEYS), VALUES), max_size=3))
 def test_any_recipe_is_read_or_refused(changes: list[tuple[str, Any]]) -> None:

@@ -366,6 +366,7 @@ def test_a_key_that_is_given_as_an_option_is_answered_by_how_it_is_written() -> 
     assert "No such option: --max-step" in command("continue_lora", "--max-step", "3").output
 
 
+@pytest.mark.slow
 def test_a_plan_says_where_a_method_changes_nothing(tiny: Path, tmp_path: Path) -> None:
     told = plan(prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", positions="plain", length=128))))
     assert "rerope changes nothing in texts of up to 128 tokens, and training shows 128: nothing is learned of it" in told
