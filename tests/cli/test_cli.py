@@ -33,6 +33,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 import hf_longattn
+from hf_longattn.checks import Refused
 from hf_longattn.cli import app
 from hf_longattn.cli.memory import cache_bytes
 from hf_longattn.evaluation.checkpoints import Checkpoint
@@ -556,6 +557,10 @@ def test_weights_that_may_be_missing_or_left_over(saved: str, tmp_path: Path) ->
     m.save_pretrained(tmp_path)
     save_file({k: v.clone() for k, v in held.items()}, tmp_path / "model.safetensors", {"format": "pt"})
     assert torch.equal(Checkpoint(str(tmp_path)).load().lm_head.weight, m.lm_head.weight)
+    held |= {name: torch.ones(1) for name in "abc"}
+    save_file({k: v.clone() for k, v in held.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(Refused, match=r"3 weights are in the checkpoint, and would be dropped \(a, b, c\)\."):
+        Checkpoint(str(tmp_path)).load()
 
 
 def test_an_adapter_with_the_head_of_another_class(files: Path, tmp_path: Path) -> None:

@@ -168,13 +168,16 @@ def test_attention_is_the_reference(case: str, layer: int, backend: str) -> None
         )
 
 
-@pytest.mark.parametrize("shape", [(13, 29), (1, 13, 29), (2, 1, 13, 29), (2, 4, 13, 29), (2, 4, 13, 1), (1, 29)])
+@pytest.mark.parametrize(
+    "shape", [(13, 29), (1, 13, 29), (2, 1, 13, 29), (2, 4, 13, 29), (2, 2, 13, 29), (2, 4, 13, 1), (1, 29)]
+)
 @pytest.mark.parametrize("backend", ["tiled"])
 def test_mask_shapes(shape: tuple[int, ...], backend: str) -> None:
-    query, key, value = inputs(q=13, k=29)
+    heads = 2 if shape[1:2] == (2,) else 4
+    query, key, value = (x[:, : x.shape[1] * heads // 4] for x in inputs(q=13, k=29))
     config, mask = CASES["sinks"], mask_of(*shape)
     got = hf_longattn.attention(query, key, value, config, attention_mask=mask, backend=backend)
-    full = mask.expand(2, 4, 13, 29)
+    full = mask.expand(2, heads, 13, 29)
     close(got, reference_attention(query, key, value, config, attention_mask=full), 1e-12)
 
 
@@ -580,7 +583,8 @@ def test_layers_share_what_is_prepared_and_it_holds_nothing_of_theirs(case: str,
         kept = [weakref.ref(x) for x in layer]
         del layer
         assert all(x() is None for x in kept)
-    assert len(plans(rows)) == 1
+    (plan,) = plans(rows).values()
+    assert q_len > 1 or plan.kernel == "few"
 
 
 def test_a_kernel_is_a_file_and_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

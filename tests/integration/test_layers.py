@@ -23,6 +23,8 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
+from hf_longattn.core.attend import attend
+from hf_longattn.integration import dispatch
 from hf_longattn.integration.model import running
 from hf_longattn.integration.state import state_of
 
@@ -161,6 +163,13 @@ def test_layers_that_stay_as_they_were_are_planned_once() -> None:
     deeper(m)
     logits(m)
     assert state_of(m).arrangement is not planned
+
+
+def test_layers_of_one_method_share_what_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    m, prepared = hf_longattn.apply(stock("llama"), REMAP), []
+    monkeypatch.setattr(dispatch, "attend", lambda call: prepared.append(call) or attend(call))
+    logits(m)
+    assert (len(prepared), len(of(m))) == (1, 4)
 
 
 @pytest.mark.parametrize("cut", list(CUTS)[:-2])

@@ -9,10 +9,12 @@ import math
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -53,7 +55,7 @@ from hf_longattn.training.held_out import windows_of
 from hf_longattn.training.loss import CausalLoss, trained_by
 from hf_longattn.training.models import put_adapter
 from hf_longattn.training.recipe import Distill, Hub, Skip
-from hf_longattn.training.trainer import RecipeTrainer
+from hf_longattn.training.trainer import RecipeTrainer, interruptible
 
 ROOT = Path(__file__).parents[2]
 FIELDS = {f.name for f in dataclasses.fields(TrainingArguments)}
@@ -396,6 +398,9 @@ def test_time_is_estimated_by_what_is_computed(tiny: Path, tmp_path: Path, monke
     held_out = seconds(run, 1, [], [32, 32])[0] - seconds(run)[0]
     assert held_out == pytest.approx(measuring)
     assert [estimate.shown(s) for s in (0.2, 50, 400, 9000)] == ["1 s", "50 s", "7 min", "2.5 h"]
+    halfway = (dataclasses.replace(prepared.args, eval_steps=every) for every in (3, 0.5))
+    one, same = (prepare.__globals__["_read_meanwhile"](dataclasses.replace(prepared, args=args)) for args in halfway)
+    assert one == same != []
 
 
 RESUMED = {
@@ -500,6 +505,13 @@ def test_a_resumed_run_may_be_measured_otherwise(tiny: Path, tmp_path: Path, mon
         ValueError, match=r"the run began with \d+ tokens held out, and evaluation at length 5000 needs as many"
     ):
         prepare(load_recipe("continue_lora", far), resume=True)
+
+
+def test_several_processes_stop_at_once() -> None:
+    """They would stop at different steps."""
+    own = signal.getsignal(signal.SIGINT)
+    with interruptible(SimpleNamespace(args=SimpleNamespace(world_size=2))):  # type: ignore[arg-type]
+        assert signal.getsignal(signal.SIGINT) is own
 
 
 @pytest.mark.parametrize("kept", crossed([True, False], 2))
