@@ -572,7 +572,7 @@ def test_tables_belong_to_whom_the_call_names(case: str) -> None:
 @pytest.mark.parametrize("q_len", [1, 29])
 @pytest.mark.parametrize("case", ["infoscale", "mapped+adaptive", "rerope+infoscale+cosscale", "attention_sink_learned"])
 def test_layers_share_what_is_prepared_and_it_holds_nothing_of_theirs(case: str, q_len: int) -> None:
-    rows, config = AttentionLayout.causal(q_len, 29, None, 0, torch.device("cpu")), CASES[case].for_layer(0)
+    rows, config = AttentionLayout.causal(q_len, 29, None, 2, torch.device("cpu")), CASES[case].for_layer(0)
     for seed in range(2):
         layer = inputs(h=HEADS, q=q_len, k=29, seed=seed)
         close(

@@ -50,7 +50,7 @@ from hf_longattn.evaluation.tasks.sample import IGNORE
 from hf_longattn.training import RECIPES, Recipe, dump, estimate, load_recipe, plan, prepare, reach, run
 from hf_longattn.training import data as data_module
 from hf_longattn.training import loss as loss_module
-from hf_longattn.training.data import Data, Finish, NeedleWindows, Windows, documents, pack, skipped
+from hf_longattn.training.data import Data, Finish, NeedleWindows, PartCollator, Windows, documents, pack, skipped
 from hf_longattn.training.held_out import windows_of
 from hf_longattn.training.loss import CausalLoss, trained_by
 from hf_longattn.training.models import put_adapter
@@ -505,6 +505,15 @@ def test_a_resumed_run_may_be_measured_otherwise(tiny: Path, tmp_path: Path, mon
         ValueError, match=r"the run began with \d+ tokens held out, and evaluation at length 5000 needs as many"
     ):
         prepare(load_recipe("continue_lora", far), resume=True)
+
+
+def test_processes_take_parts_of_each_window() -> None:
+    """With what the last token of each is to predict."""
+    rows = [{"input_ids": list(range(n, n + 6)), "labels": list(range(n, n + 6))} for n in (0, 10)]
+    first, second = (PartCollator(rank, 2)(rows) for rank in range(2))
+    assert first["shift_labels"].tolist() == [[1, 2, 3], [11, 12, 13]]
+    assert second["shift_labels"].tolist() == [[4, 5, IGNORE], [14, 15, IGNORE]]
+    assert second["position_ids"].tolist() == [[3, 4, 5]] * 2
 
 
 def test_several_processes_stop_at_once() -> None:
