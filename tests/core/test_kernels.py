@@ -45,8 +45,9 @@ from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.core.kernels import by_segment, fused, operators, precision, sdpa, tiled, tiles
 from hf_longattn.core.kernels import kernel as kernels
 from hf_longattn.core.kernels.by_segment import merge_entropies
-from hf_longattn.core.kernels.kernel import KernelCall, Result
+from hf_longattn.core.kernels.kernel import MARGIN, KernelCall, Result
 from hf_longattn.core.kernels.sdpa import few_queries
+from hf_longattn.core.lower import table_length
 from hf_longattn.core.plan import AttentionPlan, LogitSpec, plans
 from hf_longattn.core.rotary import Rotation
 from hf_longattn.core.tables import SHARED, TableCache
@@ -585,6 +586,12 @@ def test_layers_share_what_is_prepared_and_it_holds_nothing_of_theirs(case: str,
         assert all(x() is None for x in kept)
     (plan,) = plans(rows).values()
     assert q_len > 1 or plan.kernel == "few"
+
+
+def test_tables_are_longer_than_every_distance() -> None:
+    for kv_len in (5, 990, 1000, 1010, 1023, 1024, 2040):
+        rows = AttentionLayout.causal(2, kv_len, None, 0, torch.device("cpu"))
+        assert table_length(rows, kv_len) >= kv_len + MARGIN
 
 
 def test_a_kernel_is_a_file_and_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

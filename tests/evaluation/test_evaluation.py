@@ -143,6 +143,15 @@ def test_copies_are_the_loss_on_passages_repeated_from_far_back(folder: Path, tm
         runner(folder, tasks=("copies",), lengths=[512, 2560])
 
 
+def test_answers_depend_on_the_text_that_they_stand_in(folder: Path) -> None:
+    def of(task: str, text: str) -> list[str]:
+        (it,) = runner(folder, tasks=(task,), texts=(text,), lengths=[512]).tasks
+        return [cell.digest for cell in it.cells(Setting("unmodified"))]
+
+    assert of("needles", "a.txt") != of("needles", "b.txt")
+    assert of("passkey", "a.txt") == of("passkey", "b.txt")
+
+
 def test_one_model_is_given_methods_and_others_are_loaded(folder: Path) -> None:
     """Of the same weights with another rotation too."""
     one = OneModel(Checkpoint(str(folder / "longer")), "float32")
