@@ -398,6 +398,9 @@ def test_time_is_estimated_by_what_is_computed(tiny: Path, tmp_path: Path, monke
     held_out = seconds(run, 1, [], [32, 32])[0] - seconds(run)[0]
     assert held_out == pytest.approx(measuring)
     assert [estimate.shown(s) for s in (0.2, 50, 400, 9000)] == ["1 s", "50 s", "7 min", "2.5 h"]
+    taught = dataclasses.replace(prepared.recipe, distill=Distill())  # a teacher's logits too
+    once, twice = (estimate.memory(r, prepared.args, 10_000, 100, text) for r in (prepared.recipe, taught))
+    assert twice - once == 3 * 32 * 2 * 259 * 4
     halfway = (dataclasses.replace(prepared.args, eval_steps=every) for every in (3, 0.5))
     one, same = (prepare.__globals__["_read_meanwhile"](dataclasses.replace(prepared, args=args)) for args in halfway)
     assert one == same != []
@@ -505,6 +508,13 @@ def test_a_resumed_run_may_be_measured_otherwise(tiny: Path, tmp_path: Path, mon
         ValueError, match=r"the run began with \d+ tokens held out, and evaluation at length 5000 needs as many"
     ):
         prepare(load_recipe("continue_lora", far), resume=True)
+
+
+def test_windows_in_which_nothing_is_predicted_teach_nothing() -> None:
+    """A token of the number 0 is one to predict."""
+    windows = [torch.tensor(ids) for ids in ([-6, 0], [5, -1], [-6, 7])]
+    taught = data_module._teaching((ids, torch.arange(2)) for ids in windows)
+    assert [ids.tolist() for ids, _ in taught] == [[-6, 0], [-6, 7]]
 
 
 def test_processes_take_parts_of_each_window() -> None:
@@ -714,6 +724,7 @@ REFUSED = {
     "needs a method with a strength": ["strength.share=0.5", "method=alibi"],
     "must be a multiple of trainer.logging_steps": ["trainer.logging_steps=4", "trainer.save_steps=6"],
     "exclude each other": ["schedule.warmup=0.1", "trainer.warmup_steps=3"],
+    "far is a number of tokens, or 0": ["evaluation.far=-1"],
     "lie in \\[0, 1\\]": ["skip.repeat=2", "positions=skip"],
     "overwrites a part of each text": ["needle.needles=3", "skip.repeat=0.5", "positions=skip"],
     "not a torch dtype": ["dtype=float31"],
