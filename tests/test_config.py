@@ -258,6 +258,10 @@ def test_lengths_are_numbers_or_read_as_people_say_them() -> None:
     for wrong in ("far", "0", "-1k"):
         with pytest.raises(ValueError, match="window must be an integer or None, got"):
             LongAttnConfig.preset("rerope", window=wrong)
+    for name in ("train_length", "extended_to"):
+        for wrong in (0, -5, True, 2.5):
+            with pytest.raises((TypeError, ValueError), match=f"{name} must be an integer"):
+                LongAttnConfig(**{name: wrong})
 
 
 def test_methods_are_listed_by_name() -> None:

@@ -177,19 +177,22 @@ def is_passed_over(kind: Any, key: str) -> bool:
 
 @contextmanager
 def load_reports() -> Iterator[list[str]]:
-    """Collect the tables of weights that did not load, which Transformers would log."""
+    """Collect the tables of weights that did not load, which Transformers would log; also where it is to log errors alone."""
     found: list[str] = []
+    logger = logging.getLogger(modeling_utils.__name__)
+    own, shown = logger.level, logger.getEffectiveLevel()
 
     def keep(record: logging.LogRecord) -> bool:
         if ours := "LOAD REPORT" in record.getMessage():
             found.append(record.getMessage())
-        return not ours
+        return not ours and record.levelno >= shown
 
-    logger = logging.getLogger(modeling_utils.__name__)
     logger.addFilter(keep)
+    logger.setLevel(min(shown, logging.WARNING))
     try:
         yield found
     finally:
+        logger.setLevel(own)
         logger.removeFilter(keep)
 
 

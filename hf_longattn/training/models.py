@@ -24,10 +24,10 @@ from .recipe import Lora, Recipe
 ATTENTION = "attention"
 
 
-def put_method(model: Any, recipe: Recipe, attention: LongAttnConfig | None, reads: int) -> Any:
-    """The model under its method, which says that it reads the `reads` tokens of training where the method reaches so far."""
+def put_method(model: Any, recipe: Recipe, attention: LongAttnConfig | None, reads: int) -> None:
+    """Put a method into a model, which then says that it reads the `reads` tokens of training if the method reaches so far."""
     if attention is None:
-        return model
+        return
     if recipe.strength is not None:
         attention = attention.replace(strength=recipe.strength.start)
     with no_untrained_warning():
@@ -40,7 +40,6 @@ def put_method(model: Any, recipe: Recipe, attention: LongAttnConfig | None, rea
             parameter.requires_grad_(".longattn." in name)
         if not any(p.requires_grad for p in model.parameters()):
             raise ValueError(f"freeze leaves nothing to train: {attention.name} has no learned parameters with these settings")
-    return model
 
 
 def put_adapter(model: Any, lora: Lora, seed: int) -> Any:

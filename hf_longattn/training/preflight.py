@@ -70,7 +70,8 @@ class Prepared:
     @functools.cached_property
     def built(self) -> tuple[Any, int, int]:
         """The model without weights, under its method and in its adapter; its parameters, and those that are trained."""
-        model = put_method(self.empty, self.recipe, self.attention, self.reads)
+        model = self.empty
+        put_method(model, self.recipe, self.attention, self.reads)
         parameters = sum(p.numel() for p in model.parameters())
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if self.recipe.lora is not None:

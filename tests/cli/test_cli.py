@@ -33,6 +33,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 import hf_longattn
+from hf_longattn.checks import Refused
 from hf_longattn.cli import app
 from hf_longattn.cli.memory import cache_bytes
 from hf_longattn.evaluation.checkpoints import Checkpoint
@@ -329,6 +330,7 @@ RECIPE_KEYS += ["evaluation.lengths", "needle.needles", "strength.share", "sched
 RECIPE_KEYS += ["architecture.width", "optimizer.betas", "output", "tokenizer", "dtype", "heldout", "model", "skip.chunks"]
 
 
+@pytest.mark.slow
 @CHECKED
 @given(st.lists(st.tuples(st.sampled_from(RECIPE_KEYS), VALUES), max_size=3))
 def test_any_recipe_is_read_or_refused(changes: list[tuple[str, Any]]) -> None:
@@ -524,7 +526,7 @@ def spoilt(kind: str, folder: Path) -> tuple[Path, str]:
 WRONG = ["a value head", "another class", "more layers", "fewer layers", "wider", "a class of its own"]
 
 
-@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("kind", crossed(WRONG, 3))
 def test_weights_that_do_not_fit_are_an_error_that_names_them(
     kind: str, files: Path, tmp_path: Path, capsys: Any, caplog: Any
 ) -> None:
@@ -555,6 +557,10 @@ def test_weights_that_may_be_missing_or_left_over(saved: str, tmp_path: Path) ->
     m.save_pretrained(tmp_path)
     save_file({k: v.clone() for k, v in held.items()}, tmp_path / "model.safetensors", {"format": "pt"})
     assert torch.equal(Checkpoint(str(tmp_path)).load().lm_head.weight, m.lm_head.weight)
+    held |= {name: torch.ones(1) for name in "abc"}
+    save_file({k: v.clone() for k, v in held.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(Refused, match=r"3 weights are in the checkpoint, and would be dropped \(a, b, c\)\."):
+        Checkpoint(str(tmp_path)).load()
 
 
 def test_an_adapter_with_the_head_of_another_class(files: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from calls import GEOMETRIES, ROTATION, SINKS, arguments, by_options, check, dense, inputs, mask_of, with_gradients
 from cases import CASES
-from helpers import close
+from helpers import close, crossed
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -210,6 +210,22 @@ def test_auto_keeps_float32_for_a_score_of_its_own(cpu_bfloat16: Callable[[bool]
         assert plan_of(Call(*tensors, METHODS[name], rows, 1.0, rotation=ROTATION)).kernel == taken
 
 
+def test_halves_are_computed_in_where_they_are_fast(cpu_bfloat16: Callable[[bool], None]) -> None:
+    query, _, value = inputs(q=2, k=2, dtype=torch.bfloat16)
+    for fast, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        cpu_bfloat16(fast)
+        assert sdpa.computed_in(query, value) == dtype
+        assert sdpa.computed_in(query, None) == torch.float32
+
+
+def test_gradients_under_autocast_are_those_without() -> None:
+    leaves = [x.requires_grad_() for x in inputs(q=40, k=40, dtype=torch.float32)]
+    out = hf_longattn.attention(*leaves, METHODS["rerope"], backend="fused", rotation=ROTATION).square().sum()
+    want = torch.autograd.grad(out, leaves, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert all(map(torch.equal, torch.autograd.grad(out, leaves), want))
+
+
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
@@ -371,7 +387,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     library._destroy()
 
 
-@pytest.mark.parametrize("name", ["rerope", "narrow", "attention_sink", "rerope+adaptive_temperature"])
+@pytest.mark.parametrize(
+    "name", crossed(["rerope", "narrow", "attention_sink", "rerope+adaptive_temperature"], ["rerope", "narrow"])
+)
 @pytest.mark.parametrize("kind", ["efficient", "cudnn", "flash", "triton"])
 def test_cuda_is_asked_as_its_operators_want(name: str, kind: str, cuda: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Here they are stand-ins: only a GPU shows what the real ones compute. Triton takes what is no triangle where it runs."""

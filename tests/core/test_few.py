@@ -66,6 +66,13 @@ def test_few_queries(case: str, kind: str) -> None:
         )
 
 
+def test_outputs_are_of_the_dtype_of_queries() -> None:
+    query, key, value = torch.randn(1, 2, 1, 8), *(torch.randn(1, 2, 43, 8, dtype=torch.float16) for _ in range(2))
+    plan = lower(Call(query, key, value, CASES["infoscale"].for_layer(0), rows_of("one", 1, 43), 0.6))
+    for asked in (query, query.half()):
+        assert few_cuda.FewOnCUDA(plan)(asked, key, value).dtype == asked.dtype
+
+
 def test_many_queries_of_one_key_head() -> None:
     """More rows than a block holds."""
     g = torch.Generator().manual_seed(0)

@@ -45,8 +45,9 @@ from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.core.kernels import by_segment, fused, operators, precision, sdpa, tiled, tiles
 from hf_longattn.core.kernels import kernel as kernels
 from hf_longattn.core.kernels.by_segment import merge_entropies
-from hf_longattn.core.kernels.kernel import KernelCall, Result
+from hf_longattn.core.kernels.kernel import MARGIN, KernelCall, Result
 from hf_longattn.core.kernels.sdpa import few_queries
+from hf_longattn.core.lower import table_length
 from hf_longattn.core.plan import AttentionPlan, LogitSpec, plans
 from hf_longattn.core.rotary import Rotation
 from hf_longattn.core.tables import SHARED, TableCache
@@ -168,13 +169,16 @@ def test_attention_is_the_reference(case: str, layer: int, backend: str) -> None
         )
 
 
-@pytest.mark.parametrize("shape", [(13, 29), (1, 13, 29), (2, 1, 13, 29), (2, 4, 13, 29), (2, 4, 13, 1), (1, 29)])
+@pytest.mark.parametrize(
+    "shape", [(13, 29), (1, 13, 29), (2, 1, 13, 29), (2, 4, 13, 29), (2, 2, 13, 29), (2, 4, 13, 1), (1, 29)]
+)
 @pytest.mark.parametrize("backend", ["tiled"])
 def test_mask_shapes(shape: tuple[int, ...], backend: str) -> None:
-    query, key, value = inputs(q=13, k=29)
+    heads = 2 if shape[1:2] == (2,) else 4
+    query, key, value = (x[:, : x.shape[1] * heads // 4] for x in inputs(q=13, k=29))
     config, mask = CASES["sinks"], mask_of(*shape)
     got = hf_longattn.attention(query, key, value, config, attention_mask=mask, backend=backend)
-    full = mask.expand(2, 4, 13, 29)
+    full = mask.expand(2, heads, 13, 29)
     close(got, reference_attention(query, key, value, config, attention_mask=full), 1e-12)
 
 
@@ -580,7 +584,7 @@ def test_tables_belong_to_whom_the_call_names(case: str) -> None:
 @pytest.mark.parametrize("q_len", [1, 29])
 @pytest.mark.parametrize("case", ["infoscale", "mapped+adaptive", "rerope+infoscale+cosscale", "attention_sink_learned"])
 def test_layers_share_what_is_prepared_and_it_holds_nothing_of_theirs(case: str, q_len: int) -> None:
-    rows, config = AttentionLayout.causal(q_len, 29, None, 0, torch.device("cpu")), CASES[case].for_layer(0)
+    rows, config = AttentionLayout.causal(q_len, 29, None, 2, torch.device("cpu")), CASES[case].for_layer(0)
     for seed in range(2):
         layer = inputs(h=HEADS, q=q_len, k=29, seed=seed)
         close(
@@ -591,7 +595,14 @@ def test_layers_share_what_is_prepared_and_it_holds_nothing_of_theirs(case: str,
         kept = [weakref.ref(x) for x in layer]
         del layer
         assert all(x() is None for x in kept)
-    assert len(plans(rows)) == 1
+    (plan,) = plans(rows).values()
+    assert q_len > 1 or plan.kernel == "few"
+
+
+def test_tables_are_longer_than_every_distance() -> None:
+    for kv_len in (5, 990, 1000, 1010, 1023, 1024, 2040):
+        rows = AttentionLayout.causal(2, kv_len, None, 0, torch.device("cpu"))
+        assert table_length(rows, kv_len) >= kv_len + MARGIN
 
 
 def test_a_kernel_is_a_file_and_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ from hf_longattn.evaluation import (
 from hf_longattn.evaluation.checkpoints import Checkpoint, edit_rope
 from hf_longattn.evaluation.corpus import reading
 from hf_longattn.evaluation.experiment import fingerprint
-from hf_longattn.evaluation.loading import load_setting
+from hf_longattn.evaluation.loading import OneModel, load_setting
 from hf_longattn.evaluation.preflight import check_setting
 from hf_longattn.evaluation.readings import over
 from hf_longattn.evaluation.settings import Setting, parse_settings, read_settings
@@ -141,6 +141,25 @@ def test_copies_are_the_loss_on_passages_repeated_from_far_back(folder: Path, tm
     assert row["distances"] == [c.distance for c in copies]
     with pytest.raises(ValueError, match="copies need texts of 2560 tokens or more, not 512"):
         runner(folder, tasks=("copies",), lengths=[512, 2560])
+
+
+def test_answers_depend_on_the_text_that_they_stand_in(folder: Path) -> None:
+    def of(task: str, text: str) -> list[str]:
+        (it,) = runner(folder, tasks=(task,), texts=(text,), lengths=[512]).tasks
+        return [cell.digest for cell in it.cells(Setting("unmodified"))]
+
+    assert of("needles", "a.txt") != of("needles", "b.txt")
+    assert of("passkey", "a.txt") == of("passkey", "b.txt")
+
+
+def test_one_model_is_given_methods_and_others_are_loaded(folder: Path) -> None:
+    """Of the same weights with another rotation too."""
+    one = OneModel(Checkpoint(str(folder / "longer")), "float32")
+    plain = one(Setting("unmodified"))
+    assert one(Setting("rerope", "rerope")) is plain
+    assert hf_longattn.get_config(plain).name == "rerope"
+    scaled = one(Setting("scaled", rope="yarn:2"))
+    assert (plain.config.rope_parameters["rope_type"], scaled.config.rope_parameters["rope_type"]) == ("default", "yarn")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 from hf_longattn.evaluation.readings import LOSS, Readings
 from hf_longattn.evaluation.report import Figure, Section, Table, table_html, write_report
-from hf_longattn.evaluation.report.figures import COLOURS, curves, heat_map, styles
+from hf_longattn.evaluation.report.figures import COLOURS, curves, heat_map, pair, styles
 from hf_longattn.evaluation.report.page import colour, png, shown
 from hf_longattn.evaluation.settings import UNMODIFIED
 
@@ -23,6 +23,12 @@ BROWSER = next((b for b in ("chromium", "chromium-browser", "google-chrome") if 
 def picture() -> Figure:
     drawn = curves({"a": [(1024, 3.0), (2048, 2.9)], "b <i>": [(1024, 3.1), (2048, 4.0)]}, "x", "y", mark={"trained": 1500})
     return Figure("loss", drawn, "Loss <by> length", "A caption.")
+
+
+def test_values_far_above_the_rest_get_a_second_figure() -> None:
+    assert [f.name for f in pair(lambda limits: limits, [3.0, 3.1, 3.2], "loss", "")] == ["loss"]
+    _, closer = pair(lambda limits: limits, [3.0, 3.1, 3.2, 9.0], "loss", "")
+    assert closer.name == "loss-closer"
 
 
 def example(folder: Path) -> Path:

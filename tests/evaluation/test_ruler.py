@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from helpers import crossed
 from transformers import AutoModelForCausalLM
 
 import hf_longattn
@@ -293,7 +294,7 @@ def test_questions_and_answers_fill_their_length(model: Path, chat: bool) -> Non
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("windows", [False, True])
+@pytest.mark.parametrize("windows", crossed([False, True], 2))
 def test_what_is_written_is_what_the_model_says(windows: bool, model: Path, tmp_path: Path) -> None:
     """Greedily, from whole texts; with sliding windows, where questions are read in pieces, too."""
     if windows:

@@ -10,7 +10,7 @@ import pretend
 import pytest
 import torch
 from cases import CASES
-from helpers import close, crossed, fresh, stock, tokens
+from helpers import close, crossed, fresh, spread, stock, tokens
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -105,7 +105,7 @@ MOST = ("chunks", "generate_padded", "training")
 TRIED = [(case, scenario) for case in CASES for scenario in SCENARIOS if case in INNER or scenario in MOST]
 
 
-@pytest.mark.parametrize(("case", "scenario"), crossed(TRIED, [pair for pair in TRIED if pair[0] in INNER]))
+@pytest.mark.parametrize(("case", "scenario"), crossed(TRIED, spread(INNER, SCENARIOS, 3)))
 def test_as_on_a_cpu(case: str, scenario: str) -> None:
     """In either mode; no layer waits for the device."""
     for mode in (torch.no_grad, torch.inference_mode)[: 1 + (scenario in ("prefill", "padded", "decoding", "static_cache"))]:

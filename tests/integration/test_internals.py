@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from helpers import stock
 from peft import PeftModelForCausalLM
@@ -124,17 +125,23 @@ def test_what_a_class_passes_over_is_known() -> None:
     assert not internals.is_passed_over(LlamaForCausalLM, "mtp.layers.0.weight")
 
 
-def test_the_report_of_a_load_is_read_off_its_log(tmp_path: Path) -> None:
+@pytest.mark.parametrize("level", [logging.WARNING, logging.ERROR])
+def test_the_report_of_a_load_is_read_off_its_log(tmp_path: Path, level: int) -> None:
     saved = stock("llama")
     weights = saved.state_dict()
     weights.pop("model.norm.weight")
     saved.save_pretrained(tmp_path, state_dict=weights)
-    filters = len(logging.getLogger(modeling_utils.__name__).filters)
-    with internals.load_reports() as reports:
-        LlamaForCausalLM.from_pretrained(tmp_path)
+    logger = logging.getLogger(modeling_utils.__name__)
+    filters, verbosity = len(logger.filters), transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(level)
+    try:
+        with internals.load_reports() as reports:
+            LlamaForCausalLM.from_pretrained(tmp_path)
+    finally:
+        transformers.logging.set_verbosity(verbosity)
     assert len(reports) == 1
     assert "model.norm.weight" in reports[0]
-    assert len(logging.getLogger(modeling_utils.__name__).filters) == filters
+    assert (len(logger.filters), logger.level) == (filters, logging.NOTSET)
 
 
 def test_entries_of_a_torch_module() -> None:

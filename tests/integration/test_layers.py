@@ -23,7 +23,10 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
+from hf_longattn.core.attend import attend
+from hf_longattn.integration import dispatch
 from hf_longattn.integration.model import running
+from hf_longattn.integration.state import state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_longattn.UntrainedWarning")
 preset = LongAttnConfig.preset
@@ -149,6 +152,24 @@ def test_a_cut_model_gets_a_method_in_all_its_layers(cut: str, tmp_path: Path) -
     assert len({what for _, what, _ in hf_longattn.describe(m).rows}) == 1
     close(logits(hf_longattn.remove(m)), logits(reloaded(m, tmp_path)))
     assert all("longattn" not in key for x in m.modules() for key in vars(x))
+
+
+def test_layers_that_stay_as_they_were_are_planned_once() -> None:
+    m = hf_longattn.apply(stock("llama"), REMAP)
+    logits(m)
+    planned = state_of(m).arrangement
+    logits(m)
+    assert state_of(m).arrangement is planned
+    deeper(m)
+    logits(m)
+    assert state_of(m).arrangement is not planned
+
+
+def test_layers_of_one_method_share_what_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    m, prepared = hf_longattn.apply(stock("llama"), REMAP), []
+    monkeypatch.setattr(dispatch, "attend", lambda call: prepared.append(call) or attend(call))
+    logits(m)
+    assert (len(prepared), len(of(m))) == (1, 4)
 
 
 @pytest.mark.parametrize("cut", list(CUTS)[:-2])

@@ -99,6 +99,7 @@ def test_installing_again_wraps_nothing_twice() -> None:
     assert [inspect.getattr_static(owner_of(x), x.name) for x in DECLARED] == before
 
 
+@pytest.mark.slow
 def test_importing_it_anew_is_refused() -> None:
     """A second copy would not know the models of the first."""
     result = python(

@@ -854,6 +854,7 @@ def test_describe_other_models() -> None:
 # combinations and parameters, by name ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_any_combination_goes_by_its_name(base: Path, tmp_path: Path) -> None:
     name, parameters = "rerope+infoscale", {"window": 7, "train_length": 16}
     want = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(base), name, **parameters).eval()

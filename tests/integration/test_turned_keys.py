@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases import model_config
-from helpers import close, stock, tokens
+from helpers import close, crossed, stock, tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
@@ -220,7 +220,7 @@ def saved(cache: Any) -> Any:
 READERS = (swapped, selected, repeated, cropped, written, written_through_a_view, replaced, shifted, exchanged, saved)
 
 
-@pytest.mark.parametrize("name", ["rerope", "rerope+cosscale"])
+@pytest.mark.parametrize("name", crossed(["rerope", "rerope+cosscale"], 2))
 @pytest.mark.parametrize("change", [*READERS, copy.deepcopy, pickle.dumps], ids=lambda f: f.__name__)
 def test_what_others_do_to_the_cache(change: Any, name: str, served: list[int]) -> None:
     model, ids = model_of(METHODS[name]), tokens(2, 40, seed=1)

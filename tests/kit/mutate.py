@@ -311,13 +311,14 @@ def run(arguments: argparse.Namespace) -> None:
                 os.setpgid(0, 0)
                 attempt(tree, tests, result, int(3 * arguments.budget) + 40)
             limit = start + 8 * arguments.budget + 900  # it waits for something; one that loops runs out of CPU seconds
-            while not os.waitpid(child, os.WNOHANG)[0]:
+            while not (ended := os.waitpid(child, os.WNOHANG))[0]:
                 if time.monotonic() > limit:
-                    result.write_text("time")
                     os.killpg(child, signal.SIGKILL)
-                    os.waitpid(child, 0)
+                    ended = os.waitpid(child, 0)
                     break
                 time.sleep(0.05)
+            if os.WIFSIGNALED(ended[1]) and not result.exists():
+                result.write_text(f"it looped: signal {os.WTERMSIG(ended[1])}")
             target.write_text(original, encoding="utf-8")
             by = result.read_text(encoding="utf-8") if result.exists() else ""
             row = {"key": mutant.key, "file": mutant.file, "line": mutant.line, "function": mutant.function}

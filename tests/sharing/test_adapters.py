@@ -623,6 +623,7 @@ def test_without_the_package_every_loader_fails_and_names_it(bases: dict[str, Pa
     assert result.stdout.splitlines() == [f"'{SAYS}'"] * 3, result.stderr
 
 
+@pytest.mark.slow
 def test_without_peft_the_package_works_and_the_error_names_the_extra() -> None:
     result = python(
         """

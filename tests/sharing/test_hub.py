@@ -144,6 +144,7 @@ def test_a_card_has_the_base_beside_the_model_and_how_far_it_reads(tmp_path: Pat
     assert "\n\n\n" not in bare
 
 
+@pytest.mark.slow
 def test_what_a_card_says_of_loading_without_the_package_is_so(tmp_path: Path) -> None:
     hf_longattn.save(changed(), tmp_path / "m")
     code = "import sys, transformers; transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])"

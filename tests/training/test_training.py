@@ -9,10 +9,12 @@ import math
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("peft")
 pytest.importorskip("omegaconf")
+from helpers import crossed
 from peft import PeftModel
 from tiny import save_gpt2
 from tokenizers import Tokenizer
@@ -48,12 +51,23 @@ from hf_longattn.evaluation.tasks.sample import IGNORE
 from hf_longattn.training import RECIPES, Recipe, dump, estimate, load_recipe, plan, prepare, reach, run
 from hf_longattn.training import data as data_module
 from hf_longattn.training import loss as loss_module
-from hf_longattn.training.data import Data, Finish, NeedleWindows, StreamedWindows, Windows, documents, find, pack, skipped
+from hf_longattn.training.data import (
+    Data,
+    Finish,
+    NeedleWindows,
+    PartCollator,
+    StreamedWindows,
+    Windows,
+    documents,
+    find,
+    pack,
+    skipped,
+)
 from hf_longattn.training.held_out import windows_of
 from hf_longattn.training.loss import CausalLoss, trained_by
 from hf_longattn.training.models import put_adapter
 from hf_longattn.training.recipe import Distill, Hub, Skip
-from hf_longattn.training.trainer import RecipeTrainer
+from hf_longattn.training.trainer import RecipeTrainer, interruptible
 
 ROOT = Path(__file__).parents[2]
 FIELDS = {f.name for f in dataclasses.fields(TrainingArguments)}
@@ -181,7 +195,7 @@ READS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("what", READS)
+@pytest.mark.parametrize("what", crossed(READS, 3))
 def test_a_trained_model_says_how_long_a_text_it_was_trained_to_read(what: str, tiny: Path, tmp_path: Path) -> None:
     changes, reads = READS[what]
     quick = {"trainer__max_steps": 1, "trainer__eval_strategy": "no", "evaluation__compare": False}
@@ -369,6 +383,7 @@ def test_a_key_that_is_given_as_an_option_is_answered_by_how_it_is_written() -> 
     assert "No such option: --max-step" in command("continue_lora", "--max-step", "3").output
 
 
+@pytest.mark.slow
 def test_a_plan_says_where_a_method_changes_nothing(tiny: Path, tmp_path: Path) -> None:
     told = plan(prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", positions="plain", length=128))))
     assert "rerope changes nothing in texts of up to 128 tokens, and training shows 128: nothing is learned of it" in told
@@ -398,6 +413,12 @@ def test_time_is_estimated_by_what_is_computed(tiny: Path, tmp_path: Path, monke
     held_out = seconds(run, 1, [], [32, 32])[0] - seconds(run)[0]
     assert held_out == pytest.approx(measuring)
     assert [estimate.shown(s) for s in (0.2, 50, 400, 9000)] == ["1 s", "50 s", "7 min", "2.5 h"]
+    taught = dataclasses.replace(prepared.recipe, distill=Distill())  # a teacher's logits too
+    once, twice = (estimate.memory(r, prepared.args, 10_000, 100, text) for r in (prepared.recipe, taught))
+    assert twice - once == 3 * 32 * 2 * 259 * 4
+    halfway = (dataclasses.replace(prepared.args, eval_steps=every) for every in (3, 0.5))
+    one, same = (prepare.__globals__["_read_meanwhile"](dataclasses.replace(prepared, args=args)) for args in halfway)
+    assert one == same != []
 
 
 RESUMED = {
@@ -460,7 +481,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
         prepare(load_recipe(name, overrides), resume=True)
 
 
-@pytest.mark.parametrize("position", ["plain", "skip"])
+@pytest.mark.parametrize("position", crossed(["plain", "skip"], ["skip"]))
 def test_a_run_killed_after_its_last_step_trains_no_more(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, position: str
 ) -> None:
@@ -504,7 +525,30 @@ def test_a_resumed_run_may_be_measured_otherwise(tiny: Path, tmp_path: Path, mon
         prepare(load_recipe("continue_lora", far), resume=True)
 
 
-@pytest.mark.parametrize("kept", [True, False])
+def test_windows_in_which_nothing_is_predicted_teach_nothing() -> None:
+    """A token of the number 0 is one to predict."""
+    windows = [torch.tensor(ids) for ids in ([-6, 0], [5, -1], [-6, 7])]
+    taught = data_module._teaching((ids, torch.arange(2)) for ids in windows)
+    assert [ids.tolist() for ids, _ in taught] == [[-6, 0], [-6, 7]]
+
+
+def test_processes_take_parts_of_each_window() -> None:
+    """With what the last token of each is to predict."""
+    rows = [{"input_ids": list(range(n, n + 6)), "labels": list(range(n, n + 6))} for n in (0, 10)]
+    first, second = (PartCollator(rank, 2)(rows) for rank in range(2))
+    assert first["shift_labels"].tolist() == [[1, 2, 3], [11, 12, 13]]
+    assert second["shift_labels"].tolist() == [[4, 5, IGNORE], [14, 15, IGNORE]]
+    assert second["position_ids"].tolist() == [[3, 4, 5]] * 2
+
+
+def test_several_processes_stop_at_once() -> None:
+    """They would stop at different steps."""
+    own = signal.getsignal(signal.SIGINT)
+    with interruptible(SimpleNamespace(args=SimpleNamespace(world_size=2))):  # type: ignore[arg-type]
+        assert signal.getsignal(signal.SIGINT) is own
+
+
+@pytest.mark.parametrize("kept", crossed([True, False], 2))
 def test_interrupted_while_it_measures_a_run_says_that_its_weights_are_there(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
 ) -> None:
@@ -535,6 +579,7 @@ def test_convert_distill(tiny: Path, tmp_path: Path) -> None:
         assert log["loss"] == pytest.approx(0.25 * log["divergence"] + 0.75 * log["cross_entropy"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_recipes_for_pretrained_models_ship_what_was_measured_best(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -563,9 +608,10 @@ def test_recipes_for_pretrained_models_ship_what_was_measured_best(
         prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out")))
 
 
-@pytest.mark.parametrize(
-    "method", ["null", "infoscale:clamp=false", "logn:learned=true:clamp=false", "adaptive_temperature", "scale_invariant"]
-)
+AT_EVERY_LENGTH = ["null", "infoscale:clamp=false", "logn:learned=true:clamp=false", "adaptive_temperature", "scale_invariant"]
+
+
+@pytest.mark.parametrize("method", crossed(AT_EVERY_LENGTH, ["logn:learned=true:clamp=false"]))
 def test_method_lora_trains_under_what_acts_at_every_length(tiny: Path, tmp_path: Path, method: str) -> None:
     """As its file lists them; SSMax's factors are trained and saved with the adapter."""
     given = {"method": method, "trainer__max_steps": 2, "trainer__eval_strategy": "no", "evaluation__compare": False}
@@ -588,7 +634,7 @@ def method_of(adapter: Path) -> Any:
     return json.loads((adapter / "adapter_config.json").read_text()).get("longattn")
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", crossed(RECIPES, ["continue_lora"]))
 def test_recipes_take_a_model_with_a_table_of_positions(name: str, tiny: Path, tmp_path: Path) -> None:
     """GPT-2: `method_lora` as it stands, the others with another method and plain positions, which the refusal names."""
     base = save_gpt2(tmp_path / "gpt2")
@@ -607,6 +653,7 @@ def test_recipes_take_a_model_with_a_table_of_positions(name: str, tiny: Path, t
         prepare(load_recipe(name, [*ours, "length=300"]))
 
 
+@pytest.mark.slow
 def test_targets_are_one_name_or_several(tiny: Path, tmp_path: Path) -> None:
     for given, expected in (("q_proj", ["q_proj"]), ("q_proj,v_proj", ["q_proj", "v_proj"]), ("all-linear", ["all-linear"])):
         recipe = load_recipe("continue_lora", settings(tiny, tmp_path / "out", lora__targets=given))
@@ -692,6 +739,7 @@ REFUSED = {
     "needs a method with a strength": ["strength.share=0.5", "method=alibi"],
     "must be a multiple of trainer.logging_steps": ["trainer.logging_steps=4", "trainer.save_steps=6"],
     "exclude each other": ["schedule.warmup=0.1", "trainer.warmup_steps=3"],
+    "far is a number of tokens, or 0": ["evaluation.far=-1"],
     "lie in \\[0, 1\\]": ["skip.repeat=2", "positions=skip"],
     "overwrites a part of each text": ["needle.needles=3", "skip.repeat=0.5", "positions=skip"],
     "not a torch dtype": ["dtype=float31"],
@@ -1246,7 +1294,7 @@ def test_plan_counts(tiny: Path, tmp_path: Path) -> None:
     assert "6, windows per step: 2, processes: 1; 0.4k tokens in all" in lines
 
 
-@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("fast", crossed([False, True], 2))
 def test_plan_says_what_is_multiplied_and_whether_slowly(
     tiny: Path, tmp_path: Path, fast: bool, cpu_bfloat16: Callable[[bool], None]
 ) -> None:
