@@ -827,7 +827,7 @@ def test_apply_rejects_what_is_no_model() -> None:
 
 def test_describe() -> None:
     lines = str(hf_longattn.describe(model("gemma3", CONFIG))).splitlines()
-    changed = "scale_invariant(tau=3.0, sink_tokens=2, offset=0, strength=1.0) backend auto"
+    changed = "scale_invariant:tau=3.0:sink_tokens=2:offset=0:strength=1.0 backend auto"
     assert [" ".join(line.split()) for line in lines] == [
         "Gemma3ForCausalLM: scale_invariant, trained at 512: max_position_embeddings",
         "model.layers.0.self_attn unchanged sliding window, runs sdpa",

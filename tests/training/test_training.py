@@ -154,7 +154,7 @@ def test_continue_lora(tiny: Path, tmp_path: Path) -> None:
     }
     result = command("continue_lora", *settings(tiny, out, **changes))
     assert result.exit_code == 0, result.output
-    assert "scale_invariant(tau=5.0" in result.output
+    assert "scale_invariant:tau=5.0" in result.output
     assert "2 of 2 attention layers" in result.output
     metrics = json.loads((out / "metrics.json").read_text())
     assert set(metrics["measured"]) == {"trained", "base", "base + YaRN x2"}  # 512 is twice the model's 256
