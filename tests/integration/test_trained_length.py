@@ -122,6 +122,12 @@ def test_how_settings_are_read(name: str) -> None:
     assert trained(settings(most, **rope), train_length=2048).length == 2048
 
 
+def test_an_original_length_that_is_no_shorter_says_nothing() -> None:
+    for original, said in ((32, ORIGINAL), (64, "max_position_embeddings")):
+        config = transformers.LlamaConfig(max_position_embeddings=64, **{ORIGINAL: original})
+        assert (trained(config).length, trained(config).reason.partition(",")[0]) == (original, said)
+
+
 def test_phi_3_fills_in_a_length_that_says_nothing() -> None:
     """Its class has an original_max_position_embeddings of 4,096 for checkpoints that name none."""
     assert trained(transformers.Phi3Config(max_position_embeddings=16384)).length == 16384

@@ -551,6 +551,7 @@ def push_killed(home: Home, count: int, seed: int = 0, rows: Path | None = None)
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
     hub = FakeHub()
     hub.server.handle_error = lambda *_: None  # clients that are killed hang up
+    hub.repos["user/base"] = {}  # push asks for it
 
     def pushing(repository: str) -> Callable[[], None]:
         return command("push", folder, repository, "--base-model", "user/base", "--yes")

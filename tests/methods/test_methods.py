@@ -15,7 +15,7 @@ from cases import CASES, HEADS, LAYERS
 from typer.testing import CliRunner
 
 from hf_longattn.cli import app
-from hf_longattn.methods import AdaptiveTemperature, OutputStandardise, ScaleInvariant
+from hf_longattn.methods import AdaptiveTemperature, AttentionSink, OutputStandardise, ScaleInvariant
 from hf_longattn.methods.adaptive_temperature import PUBLISHED
 from hf_longattn.slots.registry import method
 
@@ -185,6 +185,7 @@ def test_the_command_lists_every_method_as_the_page_of_methods_does() -> None:
     assert {name: [slot, what] for name, slot, _, what in rows[1:]} == listed
     for name, _, training, _ in rows[1:]:
         assert (training == "needed") is method(name).needs_training, name
+    assert [AttentionSink(logit=x).needs_training for x in (-1.0, 0.0, 1.0)] == [False, False, True]
 
 
 @pytest.mark.parametrize(
