@@ -417,7 +417,7 @@ def test_time_is_estimated_by_what_is_computed(tiny: Path, tmp_path: Path, monke
     once, twice = (estimate.memory(r, prepared.args, 10_000, 100, text) for r in (prepared.recipe, taught))
     assert twice - once == 3 * 32 * 2 * 259 * 4
     halfway = (dataclasses.replace(prepared.args, eval_steps=every) for every in (3, 0.5))
-    one, same = (prepare.__globals__["_read_meanwhile"](dataclasses.replace(prepared, args=args)) for args in halfway)
+    one, same = (dataclasses.replace(prepared, args=args).read_meanwhile for args in halfway)
     assert one == same != []
 
 
