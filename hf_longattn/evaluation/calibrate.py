@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import LongAttnConfig
+from ..core.attend import attend
 from ..core.call import Call
 from ..integration.layers import Layer
 from ..integration.observer import observe
@@ -32,6 +33,7 @@ OF_OUTPUTS = ("output_mean", "output_deviation", "all_heads_mean", "all_heads_de
 @dataclass(frozen=True)
 class Measurements:
     """Statistics of unmodified attention, each a float64 tensor of shape (layers, heads); NaN where a layer was not seen.
+    Under a method they are what each layer's own attention makes of the inputs that it gets there.
 
     Padding is left out. Logits are scaling q . k (after the model's softcap) over all visible pairs but those with a sink
     key. Entropy (nats) and sink_mass are means over query rows; output_mean and output_deviation are means over tokens of
@@ -66,10 +68,11 @@ def measure(model: nn.Module, batches: Batches, sink_tokens: int = 1) -> Measure
     options = Options(("logits", "entropy", "mass"), sinks=sink_tokens)
 
     def seen(layer: Layer, call: Call) -> None:
-        own = dataclasses.replace(call, config=LongAttnConfig())  # without the method that the model may run
+        own = dataclasses.replace(call, config=LongAttnConfig(), learned=None, kind=None, keep=None)  # without its method
         logits.setdefault(layer.index, Sums(options)).add(own)
         total = outputs.setdefault(layer.index, {})
-        for name, x in _output_sums(call.output, call.rows.tokens(call.key.shape[2])).items():
+        output = attend(own) if call.config.methods else call.output
+        for name, x in _output_sums(output, call.rows.tokens(call.key.shape[2])).items():
             total[name] = total.get(name, 0) + x
 
     with observe(model, seen) as layers:
@@ -104,7 +107,7 @@ def calibrate(
     more), and that number for the others.
 
     Args:
-        model: without a method in it, or with one: the logits measured are the model's own either way.
+        model: without a method in it, or with one: the logits and outputs measured are the model's own either way.
         batches: see `measure`; one or two thousand tokens of ordinary text are enough, for leaky_rerope about 4096.
         method: a preset name with its parameters, or a config.
 

@@ -14,6 +14,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from safetensors import safe_open
 from transformers import AutoConfig
 
 from ..checks import UNFINISHED
@@ -172,6 +173,8 @@ def model_card(
         "adapter": adapter,
         "base": base_model and _base(base_model, title),
         "config": config,
+        "labels": _labels(directory) if adapter else None,
+        "served": kind in ("text-generation", "image-text-to-text") and adapter in (None, "LORA"),
     }
     known |= {"facts": facts, "address": address, "install": install, "remote_code": remote_code}
     return ModelCard.from_template(
@@ -205,6 +208,16 @@ def _loaders(saved: Mapping[str, Any], adapter: bool) -> tuple[str, str | None]:
     for name, target in adapter_classes(made):
         return target.__name__, name
     return loaders(base or "AutoModelForCausalLM")[0], "AutoPeftModel" if base else None
+
+
+def _labels(directory: Path) -> int | None:
+    """Return how many labels an adapter's own classifier has, where they are not the two that Transformers makes unasked."""
+    if not (file := directory / "adapter_model.safetensors").is_file():
+        return None
+    with safe_open(file, "pt") as weights:
+        heads = [key for key in weights.keys() if re.search(r"\.(score|classifier)\.weight$", key)]  # noqa: SIM118  no mapping
+        count = next((int(weights.get_slice(key).get_shape()[0]) for key in heads), 2)
+    return count if count != 2 else None
 
 
 def _length(directory: Path, config: LongAttnConfig, whole: bool, trained: int | None, facts: Facts) -> list[str]:

@@ -38,7 +38,7 @@ RECIPE, METRICS = "recipe.yaml", "metrics.json"
 #: What a README of PEFT's says, and the tag of one of ours.
 TEMPLATE, TAG = "[More Information Needed]", "hf_longattn"
 #: Where a card of ours says what to load.
-LOADING = re.compile(r'(^model = \w+\.from_pretrained\()"[^"]*"\)', re.MULTILINE)
+LOADING = re.compile(r'(^model = \w+\.from_pretrained\()"[^"]*"(?=[,)])', re.MULTILINE)
 #: Where it names the base, if it does.
 OF_BASE = re.compile(r"^(A model|An adapter \([^)]*\))( of (\[[^]]*\]|`[^`]*` )\([^)]*\))?(?= whose attention)", re.MULTILINE)
 #: What it says of the training: the texts, then the facts.
@@ -289,7 +289,7 @@ def files(directory: Path, repo_id: str, facts: Facts, base_model: str | None = 
         if given := sorted(f.name for f in fields(facts) if getattr(facts, f.name) and f.name not in fills):
             raise ValueError(f"{readme} is kept as it is; write {', '.join(given)} into it, or remove it")
         if _ours(text):  # it was written for a folder, from which nobody else can load
-            card = ModelCard(LOADING.sub(rf'\g<1>"{repo_id}")', text, count=1))
+            card = ModelCard(LOADING.sub(rf'\g<1>"{repo_id}"', text, count=1))
             _call(card, repo_id.rpartition("/")[2])
             card.data["license"] = facts.license or card.data.get("license")
             if base_model:

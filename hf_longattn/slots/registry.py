@@ -174,7 +174,7 @@ def _check(method: Any) -> None:
             if bool((found != found).any() or (found == math.inf).any()):
                 raise ValueError(f"it gives NaN or infinity ({call}), and so would every logit")
     except Exception as error:
-        raise ValueError(f"{what} fails on tiny tensors: {error}") from error
+        raise ValueError(f"{what} fails on tiny tensors: {str(error) or type(error).__name__}") from error
 
 
 def _check_module(made: Method, what: str) -> None:
@@ -182,7 +182,7 @@ def _check_module(made: Method, what: str) -> None:
     try:
         part = made.module(TRIAL)
     except Exception as error:
-        raise ValueError(f"{what}.module() cannot be made for a tiny model: {error}") from error
+        raise ValueError(f"{what}.module() cannot be made for a tiny model: {str(error) or type(error).__name__}") from error
     if part is not None:
         import_module(".learned", __package__).check_part(part, f"{what}.module()")
 

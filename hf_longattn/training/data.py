@@ -230,6 +230,7 @@ class PartCollator:
 
     def __call__(self, rows: list[Example]) -> Example:
         batch: Example = default_data_collator(rows)
+        batch["labels"][:, 0] = IGNORE  # nothing predicts it, and Trainer would count it by the name of the model's class
         if self.parts == 1:
             return batch
         if "position_ids" not in batch:

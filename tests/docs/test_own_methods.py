@@ -196,6 +196,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a shape": ({"formula": lambda self, n, *_: n[None]}, r"it gives shape \(1, 6\), torch.float64, and not shape \(6,\)"),
     "a dtype": ({"formula": lambda self, n, *_: n.float()}, r"torch.float32, and not shape \(6,\), torch.float64 \(formula\)"),
     "no tensor": ({"formula": lambda *_: 1.0}, "fails on tiny tensors: .float. object has no attribute"),
+    "unfinished": (
+        {"formula": lambda *_: (_ for _ in ()).throw(NotImplementedError)},
+        "fails on tiny tensors: NotImplementedError",
+    ),
     "a fault": ({"formula": lambda self, n, *_: n @ n[:2]}, "fails on tiny tensors: inconsistent tensor size"),
     "NaN": ({"formula": lambda self, n, *_: (8 - n).sqrt()}, r"it gives NaN or infinity \(formula\)"),
     "infinity": ({"formula": lambda self, n, *_: 1 / n.log()}, r"it gives NaN or infinity \(formula\)"),

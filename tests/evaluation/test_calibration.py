@@ -20,6 +20,7 @@ from hf_longattn import LongAttnConfig, Measurements
 from hf_longattn.evaluation import calibrate as calibration
 from hf_longattn.evaluation import copying_heads
 from hf_longattn.integration import masks
+from hf_longattn.integration.observer import observe
 
 FIELDS = [f.name for f in dataclasses.fields(Measurements)]
 
@@ -125,12 +126,18 @@ def test_measuring_leaves_the_model_as_it_was(family: str, fails: bool, method: 
 @pytest.mark.parametrize("name", ["output_standardise", "output_layer_norm"])
 def test_a_calibrated_norm_keeps_the_mean_and_spread(name: str, per_head: bool) -> None:
     model, text = stock("llama"), tokens(length=64)
-    before = hf_longattn.measure(model, [text])
+
+    def spread() -> tuple[Tensor, Tensor]:
+        """Of the first layer's outputs: those above it read changed inputs."""
+        with torch.no_grad(), observe(model, lambda layer, call: outputs.append(call.output), [0]):
+            model(text)
+        by_token = outputs[-1].transpose(1, 2) if per_head else outputs[-1].transpose(1, 2).flatten(2)
+        return by_token.mean(-1).mean((0, 1)), by_token.std(-1, correction=0).mean((0, 1))
+
+    outputs: list[Tensor] = []
+    before = spread()
     hf_longattn.apply(model, hf_longattn.calibrate(model, [text], name, per_head=per_head))
-    after = hf_longattn.measure(model, [text])
-    fields = ("output_mean", "output_deviation") if per_head else ("all_heads_mean", "all_heads_deviation")
-    for field in fields:  # of the first layer: those above it read changed inputs
-        torch.testing.assert_close(getattr(after, field)[0], getattr(before, field)[0], atol=1e-5, rtol=0.02)
+    torch.testing.assert_close(spread(), before, atol=1e-5, rtol=0.02)
 
 
 @pytest.mark.slow
@@ -203,12 +210,15 @@ def test_a_calibrated_model_survives_saving(name: str, tmp_path: Path) -> None:
     assert hf_longattn.get_config(loaded) == hf_longattn.get_config(model)
 
 
-def test_measured_logits_are_the_models_own_under_a_method_too() -> None:
+@pytest.mark.parametrize(
+    "method", ["scale_invariant+logn:train_length=4", "rerope+attention_sink:window=4", "output_layer_norm"]
+)
+def test_what_is_measured_is_the_models_own_under_a_method_too(method: str) -> None:
     """In the first layer, whose inputs no method has changed yet."""
     text = tokens(length=40)
     plain = hf_longattn.measure(stock("llama"), [text])
-    under = hf_longattn.measure(hf_longattn.apply(stock("llama"), "scale_invariant+logn", train_length=4), [text])
-    for name in ("logit_mean", "logit_variance", "entropy", "sink_mass"):
+    under = hf_longattn.measure(hf_longattn.apply(stock("llama"), LongAttnConfig.parse(method)), [text])
+    for name in FIELDS[:-1]:
         close(getattr(under, name)[0], getattr(plain, name)[0])
 
 

@@ -24,7 +24,7 @@ from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.core.reference import dense_attention
 from hf_longattn.evaluation.measures import blocks
 from hf_longattn.evaluation.measures.diagnostics import QUANTITIES, WHAT, Diagnostics
-from hf_longattn.evaluation.measures.sums import Options, Sums, collect
+from hf_longattn.evaluation.measures.sums import DRAWS, Options, Sums, collect
 from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.observer import observe
 
@@ -333,6 +333,15 @@ def test_qq_finds_another_distribution() -> None:
     z = torch.tensor(found.z, dtype=torch.float64)
     wanted = -torch.log1p(-torch.special.ndtr(z)) - 1
     assert (found["qq"][0] - wanted)[:, z.abs() <= 2].abs().max() < 0.25
+
+
+def test_logits_drawn_from_calls_count_by_their_pairs() -> None:
+    """Of a long call not every row is drawn from, and those that are stand for the others."""
+    for n in (800, 100):
+        sums = Sums(Options(("qq",), sinks=0))
+        sums.add(gaussian(1, 1, n, n))
+        pairs = sum(float(weight.sum() / DRAWS) for _, weight in sums.drawn)
+        assert pairs == pytest.approx(n * (n + 1) / 2, rel=0.01)
 
 
 def test_outputs_over_independent_tokens_vanish_with_slope_one_half() -> None:

@@ -200,3 +200,17 @@ def test_what_a_setting_costs_by_position() -> None:
     whole = ((0.5 * 511 + 0.25 * 512) / 1023 + 0.5 * 512 / 1023) / 2
     assert readings.bucket_difference("longer", 0, 1024) == pytest.approx(whole)
     assert readings.bucket_difference("other", 0, 512) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["cost_$x_1$, $\\frac{$", "_hidden", "a|b\nc", "leaky_rerope:window=1024:stretch=4.0+infoscale"]
+)
+def test_names_are_shown_as_they_are(name: str) -> None:
+    """In a picture and its legend, and in a Markdown table, whatever signs they have."""
+    drawn = curves({"a": [(1, 1)], name: [(1, 2)]}, "x", "y", title=name)
+    assert png(drawn).startswith(b"\x89PNG")
+    _, shown = (text.get_text() for text in drawn.legends[0].get_texts())
+    assert shown.strip().replace(r"\$", "$") == " ".join(name.split())
+    assert drawn.legends[0].get_window_extent().width <= drawn.bbox.width
+    _, _, row = Table("t", ["s", "x"], [[name, 1.0]]).markdown().split("\n")
+    assert row == f"| {' '.join(name.split()).replace('|', chr(92) + '|')} | 1.000 |"

@@ -35,6 +35,8 @@ from hf_longattn.evaluation.loading import load_setting
 from hf_longattn.evaluation.preflight import check_setting
 from hf_longattn.evaluation.settings import Setting
 from hf_longattn.integration.state import disable, enable
+from hf_longattn.sharing.card import Facts
+from hf_longattn.sharing.hub import files
 
 peft = pytest.importorskip("peft")
 from peft.utils.hotswap import hotswap_adapter  # noqa: E402
@@ -631,11 +633,16 @@ def test_a_classifier(tmp_path: Path) -> None:
     m = disturbed(peft.get_peft_model(hf_longattn.apply(base, LEARNED), lora))
     with torch.no_grad():
         want = m.eval()(input_ids=tokens()).logits
-        m.save_pretrained(tmp_path)
-        again = peft.AutoPeftModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
+        hf_longattn.save(m, made := tmp_path / "made")
+        again = peft.AutoPeftModelForSequenceClassification.from_pretrained(made, num_labels=3)
         close(again.eval()(input_ids=tokens()).logits, want, 1e-6)
-        if (native := by_transformers(tmp_path, AutoModelForSequenceClassification, num_labels=3)) is not None:
+        if (native := by_transformers(made, AutoModelForSequenceClassification, num_labels=3)) is not None:
             close(native.eval()(input_ids=tokens()).logits, want, 1e-6)
+    card = (made / "README.md").read_text()
+    assert 'model = AutoPeftModelForSequenceClassification.from_pretrained("made", num_labels=3)' in card
+    assert "Transformers runs it with that package installed." in card  # vLLM serves no classifier's adapter
+    pushed = files(made, "someone/judge", Facts(), base_model="someone/llama")["README.md"]
+    assert b'AutoPeftModelForSequenceClassification.from_pretrained("someone/judge", num_labels=3)' in pushed
 
 
 def test_guards_by_peft_s_type(bases: dict[str, Path]) -> None:

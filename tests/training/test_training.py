@@ -541,6 +541,15 @@ def test_processes_take_parts_of_each_window() -> None:
     assert second["position_ids"].tolist() == [[3, 4, 5]] * 2
 
 
+def test_the_first_token_of_a_window_is_not_counted(tiny: Path, tmp_path: Path) -> None:
+    """Trainer leaves it out of the tokens of a loss by the name of the model's class, and GPT-2's is not one of those."""
+    base = save_gpt2(tmp_path / "gpt2")
+    quick = {"length": 8, "method": None, "positions": "plain", "trainer__max_steps": 1, "trainer__eval_strategy": "no"}
+    log = losses(trained("continue_lora", settings(tiny, tmp_path / "out", model=base, evaluation__compare=False, **quick)))[0]
+    parts = [log[f"loss_{n}_{n + 2}"] for n in (0, 2, 4, 6)]
+    assert log["loss"] == pytest.approx((2 * sum(parts[:3]) + parts[3]) / 7, rel=1e-4)
+
+
 def test_several_processes_stop_at_once() -> None:
     """They would stop at different steps."""
     own = signal.getsignal(signal.SIGINT)

@@ -102,7 +102,7 @@ class Sums:
             self._add_rows(block, weight)
             if "qq" in self.options.groups:
                 offsets = torch.arange((-done) % stride, len(block.which), stride, device=weight.device)
-                self._draw(block, offsets, weight[:, offsets].sum(-1))
+                self._draw(block, offsets, stride * weight[:, offsets].sum(-1))
             done += len(block.which)
 
     def _add(self, name: str, x: Tensor) -> None:
@@ -168,11 +168,11 @@ class Sums:
         """The pairs that logit statistics count: visible, and the key is no sink."""
         return block.visible & ~block.rows.sinks(block.logits.shape[-1], self.options.sinks)[:, None]
 
-    def _draw(self, block: Block, offsets: Tensor, real: Tensor) -> None:
-        """Draw logits of some rows, each with the number of pairs that it stands for."""
+    def _draw(self, block: Block, offsets: Tensor, rows: Tensor) -> None:
+        """Draw logits of some rows, each with the number of pairs that it stands for; `rows` is how many a row stands for."""
         batch, heads = block.logits.shape[:2]
         counted = self._counted(block).any(1)[:, offsets].expand(batch, -1, -1)
-        weight = counted.sum(-1) * (real > 0)
+        weight = counted.sum(-1) * rows
         counted = counted.double()
         counted[..., 0] += counted.sum(-1) == 0  # such a row weighs nothing, but something must be drawn
         flat = counted.flatten(0, 1).cpu()

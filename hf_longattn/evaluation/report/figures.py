@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,8 @@ NATS = "loss (nats per token)"
 COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
 MARKERS = "osD^vPX*"
 LINES = ("-", "--", "-.", ":")
+#: Letters that fit into half the width of a picture, beside a line of the legend.
+HALF = 32
 #: Methods that keep their colour in every picture, by the beginning of a setting's name.
 OWN_COLOUR = ("unmodified", "rerope", "yarn", "leaky_rerope", "self_extend", "scale", "infoscale", "logn")
 
@@ -93,7 +96,7 @@ def curves(
             "linewidth": 1.5 if i else 3.5,  # what all are compared with stays visible behind a line that covers it
             "markevery": max(1, len(xs) // 8),
         }
-        axes.plot(xs, ys, label=name, **style)
+        axes.plot(xs, ys, label=as_written(name), **style)
         if errors and name in errors:
             low, high = ([y + s * e for y, e in zip(ys, errors[name], strict=True)] for s in (-1, 1))
             axes.fill_between(xs, low, high, color=style["color"], alpha=0.15, linewidth=0)
@@ -109,11 +112,19 @@ def curves(
     if limits:
         axes.set_ylim(*limits)
     if title:
-        axes.set_title(title, fontsize=10)
+        axes.set_title(as_written(title), fontsize=10)
     axes.grid(alpha=0.3)
     if len(lines) > 1:
-        figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+        wide = max(map(len, lines)) > HALF
+        figure.legend(loc="outside lower center", ncols=1 if wide else 2, fontsize=8)
     return figure
+
+
+def as_written(name: str) -> str:
+    """A name for matplotlib, in lines that fit a picture; what begins with an underscore is not shown there, and what stands
+    between dollars is a formula."""
+    lines = [" " * line.startswith("_") + line.replace("$", r"\$") for line in textwrap.wrap(name, 2 * HALF)]
+    return "\n".join(lines)
 
 
 def _mark(axes: Any, mark: Mapping[str, float]) -> None:
@@ -163,7 +174,7 @@ def heat_map(
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), rows)
     axes.set(xlabel=xlabel, ylabel=ylabel)
-    axes.set_title(title, fontsize=10)
+    axes.set_title(as_written(title), fontsize=10)
     middle = sum(limits) / 2
     if len(columns) <= 12:
         for y, row in enumerate(grid):

@@ -170,8 +170,9 @@ def _template(name: str) -> Any:
 
 
 def markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    """A Markdown table of cells."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
+    """A Markdown table of cells, whatever is in them."""
+    rows = ([" ".join(cell.replace("|", r"\|").split("\n")) for cell in row] for row in (head, ["---"] * len(head), *body))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def shown(cell: Value, digits: int) -> str:
