@@ -212,5 +212,9 @@ def test_names_are_shown_as_they_are(name: str) -> None:
     _, shown = (text.get_text() for text in drawn.legends[0].get_texts())
     assert shown.strip().replace(r"\$", "$") == " ".join(name.split())
     assert drawn.legends[0].get_window_extent().width <= drawn.bbox.width
+    many = curves({f"{n} {name * 2}": [(1, n)] for n in range(8)}, "x", "y")
+    png(many)
+    assert many.legends[0].get_window_extent().width <= many.bbox.width
+    assert many.axes[0].get_window_extent().height > 0.8 * drawn.axes[0].get_window_extent().height
     _, _, row = Table("t", ["s", "x"], [[name, 1.0]]).markdown().split("\n")
     assert row == f"| {' '.join(name.split()).replace('|', chr(92) + '|')} | 1.000 |"

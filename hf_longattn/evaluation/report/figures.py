@@ -18,8 +18,8 @@ NATS = "loss (nats per token)"
 COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
 MARKERS = "osD^vPX*"
 LINES = ("-", "--", "-.", ":")
-#: Letters that fit into half the width of a picture, beside a line of the legend.
-HALF = 32
+#: Letters that fit into the width of a picture's legend, and inches that each of its lines takes.
+WIDE, HIGH = 66, 0.165
 #: Methods that keep their colour in every picture, by the beginning of a setting's name.
 OWN_COLOUR = ("unmodified", "rerope", "yarn", "leaky_rerope", "self_extend", "scale", "infoscale", "logn")
 
@@ -115,15 +115,18 @@ def curves(
         axes.set_title(as_written(title), fontsize=10)
     axes.grid(alpha=0.3)
     if len(lines) > 1:
-        wide = max(map(len, lines)) > HALF
-        figure.legend(loc="outside lower center", ncols=1 if wide else 2, fontsize=8)
+        names, half = [as_written(name).split("\n") for name in lines], (len(lines) + 1) // 2
+        left, right = (max(len(line) for name in part for line in name) for part in (names[:half], names[half:]))
+        if left + right > WIDE:  # in one column, which takes no height from the axes
+            figure.set_figheight(figure.get_figheight() + HIGH * (sum(map(len, names)) - half))
+        figure.legend(loc="outside lower center", ncols=1 if left + right > WIDE else 2, fontsize=8)
     return figure
 
 
 def as_written(name: str) -> str:
     """A name for matplotlib, in lines that fit a picture; what begins with an underscore is not shown there, and what stands
     between dollars is a formula."""
-    lines = [" " * line.startswith("_") + line.replace("$", r"\$") for line in textwrap.wrap(name, 2 * HALF)]
+    lines = [" " * line.startswith("_") + line.replace("$", r"\$") for line in textwrap.wrap(name, WIDE - 2)]
     return "\n".join(lines)
 
 
