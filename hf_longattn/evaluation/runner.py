@@ -218,7 +218,7 @@ class Runner:
             "Model": source.read_text(encoding="utf-8").strip() if source.is_file() else portable(model),
             "Trained length": "not in its config" if self.train_length is None else f"{self.train_length:,} tokens",
             "Rows": f"{len(rows)} measured; of this command's {len(planned)}, {planned.count(False)} are open",
-            "Texts": ", ".join(texts),
+            "Texts": ", ".join(texts) or "none",
             "Precision": ", ".join(dict.fromkeys(r.get("dtype", options.dtype) for r in rows)) or options.dtype,
             "Commands": "\n".join(dict.fromkeys(r.get("command", "") for r in rows)).strip(),
             "Versions": versions_line("hf_longattn", "transformers", "torch"),

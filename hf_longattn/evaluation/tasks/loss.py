@@ -28,7 +28,7 @@ class Loss(OnDocuments):
         super().__init__(corpus, name)
         shortest, targets = corpus.options.lengths[0], corpus.options.targets
         if targets >= shortest:
-            way = f"lower targets (--targets {shortest // 2}) or raise lengths"
+            way = f"lower targets (--targets {shortest // 2}) or raise lengths" if shortest > 1 else "raise lengths"
             raise ValueError(f"{targets} targets do not fit into {shortest} tokens: {way}")
 
     def measure(self, setting: Setting, document: Document, length: int, model: Any) -> Row:
