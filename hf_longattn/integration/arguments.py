@@ -37,7 +37,7 @@ IN_PAGES = HARMLESS | ARGUMENTS
 _SDPA = torch.nn.functional.scaled_dot_product_attention
 
 
-def refuse_unknown(layer_call: LayerCall, harmless: frozenset[str]) -> None:
+def check_arguments(layer_call: LayerCall, harmless: frozenset[str]) -> None:
     """Raise for anything in a call that we would otherwise compute wrongly in silence."""
     more = layer_call.more
     if torch.nn.functional.scaled_dot_product_attention is not _SDPA and not layer_call.traced and _in_context_parallel():

@@ -19,7 +19,7 @@ from ..core.plan import AttentionPlan, plan_key, plans
 from ..core.reference import dense_attention
 from ..core.rotated_keys import Keep
 from ..slots.learned import learned_parts
-from .arguments import HARMLESS, IN_PAGES, refuse_unknown
+from .arguments import HARMLESS, IN_PAGES, check_arguments
 from .caches import is_paged
 from .engines import ulysses
 from .engines.heads import of_these_heads
@@ -65,7 +65,7 @@ def attention_forward(
     if now is not None and now.axes is not None and (split or paged):
         raise NotImplementedError(_IN_PARTS)
     if plan.config is not None or split:
-        refuse_unknown(layer_call, IN_PAGES if paged else HARMLESS)
+        check_arguments(layer_call, IN_PAGES if paged else HARMLESS)
     if split:
         out = ulysses.whole_sequence(layer_call, query, key, value, _over_rows), None
     elif paged:

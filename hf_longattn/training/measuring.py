@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from ..evaluation.checkpoints import Checkpoint
 from ..evaluation.measures.probe import TOKENS
 from ..evaluation.rows import Row, write_whole
@@ -36,8 +34,7 @@ def measured(
     total += tokens_read(recipe, prepared.data, recipe.final_lengths) if yarn else 0
     losses: dict[str, dict[int, dict[str, Any]]] = {}
     reach: dict[str, list[Row]] = {}
-    quiet = trainer.args.disable_tqdm or not trainer.is_world_process_zero()
-    with tqdm(total=total, desc="Measuring", unit=" tokens", disable=quiet) as bar:
+    with trainer.reading("Measuring", total) as bar:
 
         def all_of(name: str) -> None:
             bar.set_postfix_str(name)

@@ -39,7 +39,7 @@ class Prepared:
 
     Args:
         start: the model before training, with the recipe's position encoding; `original` has its own.
-        empty: the model before training, without weights and before its method; `parameters` is how many it has.
+        empty: the model before training, without weights; `built` puts method and adapter into it.
         reads: the longest text that the model sees in training, jumps of positions counted.
         methods: what the slots hold, with what the model fills in.
         back: from how far back copies are probed at the end.
@@ -57,7 +57,6 @@ class Prepared:
     start: Checkpoint
     original: Checkpoint
     empty: Any
-    parameters: int
     args: TrainingArguments
     reads: int
     methods: tuple[Method, ...]
@@ -173,7 +172,6 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
     skip = _with_target_length(recipe, original)
     reads = (skip.skip.target_length if recipe.positions == "skip" else None) or recipe.length
     empty = start.build(dtype=recipe.dtype)
-    parameters = sum(p.numel() for p in empty.parameters())
     reaches, methods = _reach(recipe, start, empty, reads)
     started = began_with(recipe, output, resume)
     held_out = min(reaches, _far(started))
@@ -189,8 +187,7 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
     check_processes(recipe, args, start.text_config)
     text = _long_text(recipe, data, far)
     where = (recipe, output, checkpoint, tokenizer, data)
-    model = (attention, start, original, empty, parameters)
-    run = Prepared(*where, *model, args, reads, methods, back, why_not, text, False, resume)
+    run = Prepared(*where, attention, start, original, empty, args, reads, methods, back, why_not, text, False, resume)
     return run if recipe.evaluation.far is not None else _within_budget(run)
 
 
@@ -262,14 +259,14 @@ def _far(evaluation: Evaluation) -> int:
 def _within_budget(run: Prepared) -> Prepared:
     """A run that measures no more at its end than takes a `SHARE` of the training: first the long text becomes shorter, as
     long as it is longer than the model was trained at, then it goes, and then distances of the probe."""
-    texts = [run.text]
+    texts, parameters = [run.text], sum(p.numel() for p in run.empty.parameters())
     while (last := texts[-1]) is not None:
         texts.append(last // 2 if last // 2 > max(run.trained_length, *run.recipe.final_lengths) else None)
     fewer = [run.back] + [run.back[:: len(run.back) - 1]] * (len(run.back) > 2)  # the nearest and the farthest
     ways = [(run.back, text) for text in texts] + [(back, None) for back in fewer[1:]]
     for back, text in ways:
         less = dataclasses.replace(run, back=back, text=text, shortened=(back, text) != (run.back, run.text))
-        training, measuring = less.operations(run.parameters)
+        training, measuring = less.operations(parameters)
         if measuring <= SHARE * training:
             break
     return less

@@ -135,11 +135,14 @@ class RecipeTrainer(Trainer):
                 logs["divergence"] = float(divergence.sum() / tokens.sum())
         super().log(logs, start_time)
 
+    def reading(self, what: str, tokens: int, leave: bool = True) -> Any:
+        """A progress bar of so many tokens, shown by the first process unless disable_tqdm says otherwise."""
+        quiet = self.args.disable_tqdm or not self.is_world_process_zero()
+        return tqdm(total=tokens, desc=what, unit=" tokens", leave=leave, disable=quiet)
+
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
         """Held-out loss (and needle accuracy) at every length of the recipe; `eval_loss` is that at the training length."""
-        quiet = self.args.disable_tqdm or not self.is_world_process_zero()
-        total = tokens_read(self.recipe, self.data, self.recipe.lengths)
-        with tqdm(total=total, desc="Held-out text", unit=" tokens", leave=False, disable=quiet) as bar:
+        with self.reading("Held-out text", tokens_read(self.recipe, self.data, self.recipe.lengths), leave=False) as bar:
             result = self.held_out_metrics(self.recipe.lengths, bar.update)
         out = {f"{metric_key_prefix}_{k}_{n}": m[k] for n, m in result.items() for k in ("loss", "accuracy") if k in m}
         at = self.recipe.length if self.recipe.length in result else min(result)
