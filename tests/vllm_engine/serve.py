@@ -6,6 +6,7 @@ JOBS is JSON: by name, a checkpoint and what is passed to vLLM beside the engine
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import random
@@ -22,6 +23,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 NEW, PAGE = 16, 32
+PREEMPT_EVERY = 20
 ENGINES: dict[str, dict[str, Any]] = {
     "whole": {"max_num_batched_tokens": 4096},
     # fewer tokens a step than a prompt has, and fewer pages than the requests need
@@ -61,8 +63,12 @@ def ask(llm: Any, texts: list[list[int]], lora: Any = None, **extra: Any) -> lis
     return [record(o.prompt_token_ids, o.prompt_logprobs, [o.outputs[0]], o.num_cached_tokens) for o in outputs]
 
 
-def streamed(llm: Any, texts: list[list[int]]) -> list[dict[str, Any]]:
-    """Token by token, requests arriving while others are answered."""
+def streamed(llm: Any, texts: list[list[int]], preempt_every: int = 0) -> list[dict[str, Any]]:
+    """Token by token, requests arriving while others are answered.
+
+    Args:
+        preempt_every: after so many steps all requests that run are preempted: they lose their keys, and are read again.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -70,12 +76,16 @@ def streamed(llm: Any, texts: list[list[int]]) -> list[dict[str, Any]]:
         temperature=0, max_tokens=NEW, logprobs=1, detokenize=False, ignore_eos=True, output_kind=RequestOutputKind.DELTA
     )
     engine, parts, left = llm.llm_engine, {str(n): [] for n in range(len(texts))}, list(enumerate(texts))
-    while left or engine.has_unfinished_requests():
+    for step in itertools.count(1):
+        if not left and not engine.has_unfinished_requests():
+            break
         if left:
             n, text = left.pop(0)
             engine.add_request(str(n), {"prompt_token_ids": text}, sampling)
         for output in engine.step():
             parts[output.request_id] += output.outputs
+        if preempt_every and step % preempt_every == 0:
+            engine.reset_prefix_cache(reset_running_requests=True)
     return [record(text, None, parts[str(n)], 0) for n, text in enumerate(texts)]
 
 
@@ -98,7 +108,7 @@ def scenarios(llm: Any, engine: str) -> dict[str, list[dict[str, Any]]]:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         preempt, count = scheduler._preempt_request, []
         scheduler._preempt_request = lambda *args, **kwargs: (count.append(1), preempt(*args, **kwargs))[1]
-        chunked, resumed = ask(llm, prompts()), ask(llm, many())
+        chunked, resumed = ask(llm, prompts()), streamed(llm, many(), PREEMPT_EVERY)
         for answer in resumed:
             answer["preemptions"] = len(count)
         return {"chunked prefill": chunked, "preempted": resumed}

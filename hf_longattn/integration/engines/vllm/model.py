@@ -27,6 +27,9 @@ from . import fold, plans
 from .backend import Backend
 from .plans import PART, ServedLayer
 
+#: Rope types whose frequencies change with the length of a call.
+CHANGING = ("dynamic", "longrope")
+
 
 class Served:
     """In front of one of vLLM's classes: plans before it is built, parts afterwards."""
@@ -62,6 +65,7 @@ def __getattr__(name: str) -> Any:
 
 def attach(model: Any, planned: Mapping[str, tuple[LayerPlan, nn.Module | None]], folds: bool) -> None:
     """Give every attention module its part, and learned parts for the weights that are loaded next."""
+    _hold_frequencies(model)
     tables = TableCache(TABLE_BYTES)
     sources: dict[RotarySource, RotarySource] = {}
     for layer in layers_of(model):
@@ -82,6 +86,19 @@ def attach(model: Any, planned: Mapping[str, tuple[LayerPlan, nn.Module | None]]
         layer.module.__dict__[PART] = part
         if not folds:
             layer.module.attn.impl.part = part
+
+
+def _hold_frequencies(model: nn.Module) -> None:
+    """Keep the frequencies that a model was built with: `plans.planned` refuses lengths at which they would change.
+
+    Before Transformers 5.24 rotary modules branch on the length of each call, which a compiled graph cannot follow.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if isinstance(kinds, dict):
+            module.rope_type = {layers: "default" if kind in CHANGING else kind for layers, kind in kinds.items()}
+        elif kinds in CHANGING:
+            module.rope_type = "default"
 
 
 def of_these_heads(
