@@ -8,6 +8,7 @@ import shutil
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from ..checks import Refused
 from ..evaluation.rows import alone
 from .recipe import Evaluation, Recipe, differences, dump
 
@@ -25,18 +26,18 @@ def locked(output: Path) -> AbstractContextManager[None]:
 
 
 def resumed_from(recipe: Recipe, output: Path, resume: bool) -> str | None:
-    """The checkpoint to go on from; None for a new run."""
+    """The checkpoint to go on from; None for a new run. `Refused`: the folder holds another run, or none to go on with."""
     if not resume:
         there = output.exists() and (not output.is_dir() or any(p.name != LOCK_FILE for p in output.iterdir()))
         if there and is_first():  # other processes may come after the first has begun to write
-            raise ValueError(f"{output} exists; nothing is overwritten: choose another output, or continue with --resume")
+            raise Refused(f"{output} exists; nothing is overwritten: choose another output, or continue with --resume")
         return None
     if not (output / RECIPE_FILE).is_file():
-        raise ValueError(f"{output} holds no run to resume")
+        raise Refused(f"{output} holds no run to resume")
     if (output / METRICS_FILE).exists():
-        raise ValueError(f"the run in {output} is finished: there is nothing to resume")
+        raise Refused(f"the run in {output} is finished: there is nothing to resume")
     if changed := [key for key in _changed(recipe, output) if not key.startswith("evaluation.")]:
-        raise ValueError(
+        raise Refused(
             f"{output / RECIPE_FILE} differs from this recipe in {', '.join(changed)}: resume with the settings that it was "
             "started with (those of evaluation may change)"
         )

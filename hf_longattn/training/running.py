@@ -39,12 +39,11 @@ def run(prepared: Prepared, optimizer: Callable[[Any], torch.optim.Optimizer] | 
     Raises:
         KeyboardInterrupt: of SIGINT. While it trains, the step is finished and a checkpoint saved first; a second one stops
             at once. Without a checkpoint nothing is left behind.
-        Refused: another command trains into the output directory.
-        ValueError: another one did, since `prepare`.
+        Refused: another command trains into the output directory, or did since `prepare`.
     """
     with locked(prepared.output) if is_first() else nullcontext():
         if is_first():
-            resumed_from(prepared.recipe, prepared.output, prepared.resume)  # raises if another run began since
+            resumed_from(prepared.recipe, prepared.output, prepared.resume)  # another run may have begun since
             remove_cut_short(prepared.output)
         try:
             return _run(prepared, optimizer)

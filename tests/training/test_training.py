@@ -44,6 +44,7 @@ from transformers import (
 )
 
 import hf_longattn
+from hf_longattn.checks import Refused
 from hf_longattn.cli import app
 from hf_longattn.evaluation.rows import Row, alone
 from hf_longattn.evaluation.tasks import NeedleTask
@@ -821,7 +822,7 @@ def test_two_commands_do_not_train_into_one_folder(tiny: Path, tmp_path: Path, m
         patch.setattr(RecipeTrainer, "training_step", meanwhile)
         quick = {"trainer__max_steps": 1, "trainer__eval_strategy": "no", "evaluation__compare": False}
         trained("continue_lora", settings(tiny, tmp_path / "out", **quick))
-    with pytest.raises(ValueError, match="nothing is overwritten"):
+    with pytest.raises(Refused, match="nothing is overwritten"):
         run(late)
     assert not (tmp_path / "out/training.lock").exists()
     (tmp_path / "killed").mkdir()
