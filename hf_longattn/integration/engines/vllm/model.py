@@ -94,11 +94,11 @@ def _hold_frequencies(model: nn.Module) -> None:
     Before Transformers 5.24 rotary modules branch on the length of each call, which a compiled graph cannot follow.
     """
     for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
+        kinds: Any = vars(module).get("rope_type")
         if isinstance(kinds, dict):
-            module.rope_type = {layers: "default" if kind in CHANGING else kind for layers, kind in kinds.items()}
+            vars(module)["rope_type"] = {layers: "default" if kind in CHANGING else kind for layers, kind in kinds.items()}
         elif kinds in CHANGING:
-            module.rope_type = "default"
+            vars(module)["rope_type"] = "default"
 
 
 def of_these_heads(
