@@ -35,6 +35,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 import hf_longattn
 from hf_longattn.integration import arguments, masks, patch, patches, state
+from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.engines import paged
 from hf_longattn.sharing import adapters
 
@@ -395,7 +396,7 @@ def test_mask_functions_that_are_no_functions_are_as_exact() -> None:
     """A partial, which sdpa takes, has no name and no closure."""
     assert masks.recognise(functools.partial(masking_utils.causal_mask_function)) is None
     m = hf_longattn.apply(stock("llama"), "rerope", window=7)
-    known: dict[str, Any] = {"attention_mask": None, "past_key_values": None, "position_ids": torch.arange(24)[None]}
+    known: dict[str, Any] = {"attention_mask": None, CACHE: None, "position_ids": torch.arange(24)[None]}
     known |= {"config": m.config, "inputs_embeds": torch.zeros(2, 24, 32)}
 
     def later(first: int, batch: Any, head: Any, query: Any, key: Any) -> Any:
