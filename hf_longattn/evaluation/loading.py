@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from ..checks import Refused
 from ..config import LongAttnConfig
 from ..integration import apply
 from ..integration.model import no_untrained_warning, running
@@ -40,12 +41,14 @@ def load_setting(
 
 
 def _merged(adapted: Any, adapter: str) -> Any:
+    """The model with its adapter merged. `Refused`: PEFT cannot, as with prompts, or not under such settings."""
     try:
         return adapted.merge_and_unload()
-    except (AttributeError, NotImplementedError):  # of prompts, and of kinds that depend on the input
+    except (AttributeError, ValueError, RuntimeError) as error:
         kind = adapted.active_peft_config.peft_type.value
-        raise ValueError(
-            f"{adapter} is of a kind that cannot be merged into a model ({kind}): only merged ones are read"
+        why = "" if isinstance(error, AttributeError) else f": {error}"
+        raise Refused(
+            f"{adapter} is of a kind that cannot be merged into a model ({kind}{why}): only merged ones are read"
         ) from None
 
 

@@ -30,6 +30,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
+from hf_longattn.checks import Refused
 from hf_longattn.evaluation.checkpoints import Checkpoint
 from hf_longattn.evaluation.loading import load_setting
 from hf_longattn.evaluation.preflight import check_setting
@@ -233,6 +234,13 @@ def test_saved_with_a_card_and_read_by_the_commands(kind: str, bases: dict[str, 
             load_setting(setting, Checkpoint(str(bases["llama"])), "float32")
         return
     close(logits(load_setting(setting, Checkpoint(str(bases["llama"])), "float32")), logits(m))
+
+
+def test_settings_that_cannot_be_merged_are_refused_with_their_reason(bases: dict[str, Path], tmp_path: Path) -> None:
+    config = peft.LoraConfig(target_modules=["q_proj"], lora_bias=True, **CAUSAL)  # of a layer without a bias
+    peft.get_peft_model(hf_longattn.apply(loaded(bases["llama"]), REROPE), config).save_pretrained(tmp_path)
+    with pytest.raises(Refused, match=r"cannot be merged into a model \(LORA: Impossible to merge LoRA with `lora_bias=True`"):
+        load_setting(Setting("mine", adapter=str(tmp_path)), Checkpoint(str(bases["llama"])), "float32")
 
 
 def test_two_adapters_that_save_learned_parameters_otherwise(bases: dict[str, Path]) -> None:
