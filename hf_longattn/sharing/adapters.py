@@ -44,6 +44,9 @@ from ..integration.state import disable, enable, is_disabled, transaction
 from ..slots.learned import container_of
 from ..user_warnings import warn
 
+#: By task, what PEFT adds to modules_to_save once the adapter has joined, in the config that it was given and not in our copy.
+HEADS = {"TOKEN_CLS": ("classifier", "score"), "QUESTION_ANS": ("qa_outputs",)}
+
 # configs on disk ---------------------------------------------------------------------------------------------------------
 
 
@@ -100,7 +103,8 @@ def _joining(config: Any, model: nn.Module, others: Collection[Any]) -> Any:
         config = copy.copy(config)  # one LoraConfig may serve several models
         saved_method.record(config, base, runs)
         if hasattr(config, "modules_to_save"):
-            config.modules_to_save = saved_method.with_learned(base, config.modules_to_save) or config.modules_to_save
+            kept = [*dict.fromkeys([*(config.modules_to_save or ()), *HEADS.get(config.task_type, ())])]
+            config.modules_to_save = saved_method.with_learned(base, kept) or kept or None
         elif saved_method.has_learned(base) and not config.base_has_method:
             raise ValueError(
                 f"{type(config).__name__} has no modules_to_save, so the learned parameters of {runs.name} would not be saved "
