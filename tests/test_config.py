@@ -189,6 +189,8 @@ MISTAKES: dict[str, tuple[Any, list[str]]] = {
     "variance zero somewhere": (lambda: preset("scale_invariant", logit_variance=[[1.0, 0.0]]), ["logit_variance", "> 0"]),
     "mean nan": (lambda: preset("scale_invariant", logit_mean=math.nan), ["logit_mean", "finite"]),
     "mean a string": (lambda: preset("scale_invariant", logit_mean="0"), ["logit_mean"]),
+    "output mean nan": (lambda: preset("output_standardise", mean=[[0.0, math.nan]]), ["mean", "finite", "nan"]),
+    "output mean a string": (lambda: preset("output_layer_norm", mean="0"), ["mean", "finite", "'0'"]),
     "strength above one": (lambda: preset("scale_invariant", strength=1.5), ["strength", "[0, 1]", "1.5"]),
     "sinks negative": (lambda: preset("scale_invariant", sink_tokens=-1), ["sink_tokens", ">= 0"]),
     "sinks fractional": (lambda: preset("scale_invariant", sink_tokens=1.5), ["sink_tokens", "integer"]),

@@ -62,7 +62,7 @@ class Corpus:
             raise ValueError("a loaded model is measured with its tokenizer: give tokenizer=")
         self.tokenizer = options.tokenizer or load_tokenizer(checkpoint.model)
         #: What every document begins with: the beginning-of-text token, or nothing.
-        self.start = self._starting()
+        self.start = Encoder(self.tokenizer, options.bos).start
         self.encoded = {name: self._encode(text) for name, text in options.texts.items()}
         self.documents = self._cut() if cut else []
         self.haystack = torch.cat(list(self.encoded.values())) if self.encoded else None
@@ -71,12 +71,6 @@ class Corpus:
     @property
     def longest(self) -> int:
         return self.options.lengths[-1]
-
-    def _starting(self) -> list[int]:
-        bos = self.tokenizer.bos_token_id
-        if self.options.bos == "always" and bos is None:
-            raise ValueError("bos='always', but the tokenizer has no beginning-of-text token")
-        return {"auto": Encoder(self.tokenizer).start, "always": [bos], "never": []}[self.options.bos]
 
     def _encode(self, text: str) -> Tensor:
         ids: Tensor = self.tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]

@@ -173,6 +173,8 @@ def settings_of(given: Sequence[str | Setting]) -> list[Setting]:
 def read_settings(file: Path) -> list[Setting]:
     """The settings of a YAML file: a mapping from names to entries; relative paths start at the file."""
     yaml = _yaml()
+    if not file.is_file():
+        raise ValueError(f"{file} is not a file: --settings names one in YAML, and a method goes behind --method")
     try:
         loader = yaml.SafeLoader(read_text(file))
         node = loader.get_single_node()

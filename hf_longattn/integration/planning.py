@@ -167,6 +167,11 @@ def _plan(
     for part, layers in by_part:
         _refuse_part(name, part, candidates, layers)
     remapped = [x for part, layers in by_part if part.remap is not None for x in layers]
+    if remapped and view.model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{config.name} remaps rotary distances, and how {name} rotates cannot be verified: its decoder does not read a "
+            "text alone, but with what an encoder made of another one. Take a temperature (infoscale, logn)"
+        )
     types = dict.fromkeys(x.type for x in remapped)
     rotary = {t: rotation_of(view, [x for x in remapped if x.type == t]) for t in types}
     plans: dict[nn.Module, LayerPlan] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from ..slots.base import OutputNorm
 from ..slots.learned import FeatureAffine
-from ..slots.method import Heads, ModelFacts, numbers, require_positive
+from ..slots.method import Heads, ModelFacts, numbers, require_in, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,8 @@ class OutputStandardise(OutputNorm):
         require_positive(epsilon=self.epsilon)
         for value in numbers(self.deviation):
             require_positive(deviation=value)
+        for value in numbers(self.mean):
+            require_in("mean", value, -math.inf, math.inf)
 
     @property
     def needs_training(self) -> bool:

@@ -44,6 +44,9 @@ from ..integration.state import disable, enable, is_disabled, transaction
 from ..slots.learned import container_of
 from ..user_warnings import warn
 
+#: What these add to modules_to_save once the adapter has joined: in the config that they were given, and not in our copy.
+HEADS = {peft.PeftModelForTokenClassification: ("classifier", "score"), peft.PeftModelForQuestionAnswering: ("qa_outputs",)}
+
 # configs on disk ---------------------------------------------------------------------------------------------------------
 
 
@@ -87,7 +90,7 @@ def _joining(config: Any, model: nn.Module, others: Collection[Any]) -> Any:
         if target is not None:
             raise TypeError(f"the adapter was trained under {target.name}, which {type(model).__name__} cannot run")
         return config
-    if target is None and running(base) is None and not is_disabled(base):
+    if not _under_method(config, base):
         return config
     with transaction(base):
         if target is not None:
@@ -107,6 +110,11 @@ def _joining(config: Any, model: nn.Module, others: Collection[Any]) -> Any:
                 "with it: take a kind that has, or save the model first and make the adapter on what you load"
             )
     return config
+
+
+def _under_method(config: Any, base: PreTrainedModel) -> bool:
+    """Tell whether an adapter's model runs a method, or gets one with it."""
+    return method_in(vars(config)) is not None or running(base) is not None or is_disabled(base)
 
 
 def _restore(config: Any, target: LongAttnConfig, model: PreTrainedModel, others: Collection[Any]) -> None:
@@ -151,6 +159,14 @@ def _other(trained: LongAttnConfig, runs: LongAttnConfig | None, way_out: str) -
 
 def _base_of(model: nn.Module) -> PreTrainedModel | None:
     return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+
+
+def _init(original: Any, self: PeftModel, model: nn.Module, peft_config: Any, *args: Any, **kwargs: Any) -> None:
+    heads, base = next((names for kind, names in HEADS.items() if isinstance(self, kind)), ()), _base_of(model)
+    if heads and base is not None and hasattr(peft_config, "modules_to_save") and _under_method(peft_config, base):
+        peft_config = copy.copy(peft_config)
+        peft_config.modules_to_save = [*dict.fromkeys([*(peft_config.modules_to_save or ()), *heads])]
+    original(self, model, peft_config, *args, **kwargs)
 
 
 def _inject_adapter(original: Any, self: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
@@ -335,6 +351,12 @@ PATCHES = (
     Patch(PeftConfigMixin, "save_pretrained", _save_config, "PEFT saves no attention; and alone it must refuse what has one"),
     Patch(PeftConfigMixin, "from_json_file", _from_json_file, "the type that PEFT alone refuses would be refused here too"),
     Patch(PeftConfigMixin, "from_peft_type", _from_peft_type, "the attention in a file would be dropped with a warning"),
+    Patch(
+        PeftModel,
+        "__init__",
+        _init,
+        "the head that PEFT trains beside would be added to the config that it was given, not to our copy",
+    ),
     Patch(BaseTuner, "inject_adapter", _inject_adapter, "a new adapter would record no attention, a loaded one get none"),
     Patch(PeftModel, "add_adapter", _add_adapter, "nor would prompts, which are not injected"),
     Patch(AdaptionPromptModel, "add_adapter", _add_adaption_prompt, "adaption prompts would record no attention"),

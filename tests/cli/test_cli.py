@@ -98,6 +98,7 @@ REFUSED = {
     EVAL + " --settings F/type.yaml": "method cannot be 3",
     EVAL + " --settings F/list.yaml": "must map names to settings",
     EVAL + " --settings F/none.yaml": "none.yaml is not a file",
+    EVAL + " --settings rerope:window=64": "a method goes behind --method",
     EVAL + " --settings F/latin.txt": "latin.txt is not UTF-8",
     EVAL + " --dtype float33": "did you mean 'float32'?",
     EVAL + " --dtype int8": "is not a torch dtype that a model can run in",

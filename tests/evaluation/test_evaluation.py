@@ -828,29 +828,36 @@ def test_a_task_of_another_package_is_one_of_every_command(
 # LongPPL and effective lengths ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("model", "bos", "start"), [("with_bos", "never", []), ("model", "always", [0])])
+def test_every_task_begins_its_texts_as_it_is_asked_to(folder: Path, model: str, bos: str, start: list[int]) -> None:
+    for task in runner(folder, model, lengths=[512, 1024], tasks=["multi_key", "needle", "needles"], bos=bos).tasks:
+        assert ([0] if task.texts.sample(0, 1024).input_ids[0] == 0 else []) == start
+
+
+@pytest.mark.parametrize("model", ["model", "with_bos"])
 def test_long_ppl_is_the_loss_on_the_evaluators_key_tokens(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     # a random model is never sure, and never helped by more than a little
     monkeypatch.setattr(long_ppl.key_tokens, "__defaults__", (0.02, 4.0))
-    this = runner(folder, lengths=[128, 512], tasks=["long_ppl"], near=128, evaluator="@yarn:2")
+    this = runner(folder, model, lengths=[128, 512], tasks=["long_ppl"], near=128, evaluator="@yarn:2")
     store = this.open(tmp_path / "out")
     order = []
     store.run(lambda row, new: order.append((row["setting"], row["length"])) or "")
     assert order[:2] == [("@yarn:2", 512)] * 2
     assert len(order) == 6  # three settings, two documents, the one length beyond `near`
     network = load_setting(this.settings[-1], Checkpoint(this.options.model))
-    plain = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    plain = AutoModelForCausalLM.from_pretrained(folder / model).eval()
     for document in this.corpus.documents:
         ids = this.corpus.context(document, 512)
-        long, short = token_losses(network, ids), long_ppl.short_losses(network, ids, 160, 32)
+        long, short = token_losses(network, ids), long_ppl.short_losses(network, ids, 160, 32, int(model == "with_bos"))
         keys = (short - long > 0.02) & (long < 4.0)
         rows = {r["setting"]: r for r in store.rows.values() if r["which"] == document.name}
         assert rows["@yarn:2"]["keys"] == keys[0].nonzero()[:, 0].tolist()
         assert len(rows["@yarn:2"]["keys"]) > 3
         assert all(k >= 160 for k in rows["@yarn:2"]["keys"])  # the others have nothing far
-        for name, model in (("@yarn:2", network), ("unmodified", plain)):
-            assert rows[name]["key_loss"] == pytest.approx(float(token_losses(model, ids)[keys].mean()), abs=2e-5)
+        for name, run in (("@yarn:2", network), ("unmodified", plain)):
+            assert rows[name]["key_loss"] == pytest.approx(float(token_losses(run, ids)[keys].mean()), abs=2e-5)
             assert rows[name]["key_tokens"] == int(keys.sum())
     found = this.results(store)
     (section,) = found.sections()

@@ -10,17 +10,19 @@ from hf_longattn.evaluation import token_losses
 from hf_longattn.evaluation.tasks.long_ppl import key_tokens, long_loss, short_losses
 
 
+@pytest.mark.parametrize("start", [0, 1])
 @pytest.mark.parametrize(("context", "stride", "length"), [(8, 4, 30), (8, 7, 24), (8, 3, 8), (40, 5, 30), (6, 1, 9)])
-def test_short_losses_are_those_of_the_windows(context: int, stride: int, length: int) -> None:
+def test_short_losses_are_those_of_the_windows(context: int, stride: int, length: int, start: int) -> None:
     torch.manual_seed(0)
     model, ids = stock("llama"), tokens(2, length)
-    got = short_losses(model, ids, context, stride)
+    got = short_losses(model, ids, context, stride, start)
     assert got[:, 0].isnan().all()
     for position in range(1, length):
         end = context if position < context else min(context + stride * math.ceil((position + 1 - context) / stride), length)
         first = max(min(end, length) - context, 0)
         assert position - first >= min(position, context - stride)
-        want = token_losses(model, ids[:, first : position + 1])[:, -1]
+        before = ids[:, : start if first else 0]
+        want = token_losses(model, torch.cat([before, ids[:, first : position + 1]], 1))[:, -1]
         close(got[:, position], want, 1e-5, f"{position}")
 
 

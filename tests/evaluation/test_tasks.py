@@ -69,6 +69,14 @@ def test_answers_are_right_and_texts_fill_their_length(name: str, bos: bool) -> 
         assert ids == task.sample(index, length).input_ids.tolist()
 
 
+@pytest.mark.parametrize("name", TASK_NAMES)
+@pytest.mark.parametrize(("adds", "asked", "first"), [(True, "never", False), (False, "always", True)])
+def test_a_text_begins_as_it_is_asked_to(name: str, adds: bool, asked: str, first: bool) -> None:
+    sample = make_task(name, tiny.tokenizer(adds), HAYSTACK, bos=asked).sample(0, 600)
+    assert (int(sample.input_ids[0]) == 0) == first
+    assert 0 not in sample.input_ids[1:]
+
+
 @pytest.mark.parametrize("name", LINE_TASKS)
 def test_depth_is_where_the_answer_stands(name: str) -> None:
     task = make_task(name, tiny.tokenizer())

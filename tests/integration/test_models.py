@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import parts
 import pytest
 import torch
 import transformers
@@ -124,6 +125,17 @@ def test_towers_and_encoders_do_not_refuse_for_the_whole(tmp_path: Path) -> None
     assert not any("decoder" in name and "self_attn" in name for name in left)
     with torch.no_grad():
         assert pair(tokens(1, 9), decoder_input_ids=tokens(1, 7)).logits.isfinite().all()
+
+
+def test_a_remap_in_a_decoder_that_reads_an_encoder_is_refused(tmp_path: Path) -> None:
+    pair = parts.ENCODERS["t5gemma"]()
+    pair.save_pretrained(tmp_path)
+    message = r"rerope remaps rotary distances, and how T5Gemma.* rotates cannot be verified"
+    with pytest.raises(ValueError, match=message):
+        hf_longattn.apply(pair, "rerope", window=7)
+    with pytest.raises(ValueError, match=message):
+        type(pair).from_pretrained(tmp_path, attn_implementation="rerope:window=7")
+    hf_longattn.apply(pair, "windowed", window=7)
 
 
 def test_a_name_for_the_tower_alone_is_refused() -> None:

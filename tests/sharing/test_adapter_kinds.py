@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from helpers import by_transformers, close, crossed, disturbed, needs_adapters_of_transformers, python, stock, tokens
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
@@ -651,6 +652,27 @@ def test_a_classifier(tmp_path: Path) -> None:
     assert "Transformers runs it with that package installed." in card  # vLLM serves no classifier's adapter
     pushed = files(made, "someone/judge", Facts(), base_model="someone/llama")["README.md"]
     assert b'AutoPeftModelForSequenceClassification.from_pretrained("someone/judge", num_labels=3)' in pushed
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("task", "heads"), [("TokenClassification", ["classifier", "score"]), ("QuestionAnswering", ["qa_outputs"])]
+)
+def test_heads_that_peft_trains_beside(task: str, heads: list[str], method: str, tmp_path: Path) -> None:
+    """PEFT adds them to the config that it was given, after the adapter has joined with a copy."""
+    auto = getattr(transformers, f"AutoModelFor{task}")
+    torch.manual_seed(0)
+    auto.from_config(stock("llama").config).save_pretrained(tmp_path / "base")
+    kind = {"TokenClassification": "TOKEN_CLS", "QuestionAnswering": "QUESTION_ANS"}[task]
+    lora = peft.LoraConfig(task_type=kind, target_modules=["q_proj"])
+    model = hf_longattn.apply(auto.from_pretrained(tmp_path / "base"), METHODS[method])
+    m = disturbed(peft.get_peft_model(model, lora)).eval()
+    assert m.peft_config["default"].modules_to_save == sorted([*heads, *["longattn"] * (method == "learned")])
+    m.save_pretrained(tmp_path / "made")
+    with torch.no_grad():
+        want = m(input_ids=tokens())[0]
+        again = peft.PeftModel.from_pretrained(auto.from_pretrained(tmp_path / "base"), tmp_path / "made")
+        close(again.eval()(input_ids=tokens())[0], want, 1e-6)
 
 
 def test_guards_by_peft_s_type(bases: dict[str, Path]) -> None:

@@ -31,7 +31,8 @@ class Answers(Task):
 
     def __init__(self, corpus: Corpus, name: str) -> None:
         super().__init__(corpus, name)
-        self.texts = make_task(name, corpus.tokenizer, corpus.haystack, corpus.options.depths, corpus.options.seed)
+        options = corpus.options
+        self.texts = make_task(name, corpus.tokenizer, corpus.haystack, options.depths, options.seed, options.bos)
         for length in corpus.options.lengths:
             try:
                 self.texts.check(length)

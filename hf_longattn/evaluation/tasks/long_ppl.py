@@ -32,12 +32,13 @@ from .loss import by_length, differences
 GAP, CERTAIN = 2.0, 2.0
 
 
-def short_losses(model: Any, input_ids: Tensor, context: int = 4096, stride: int = 1024) -> Tensor:
+def short_losses(model: Any, input_ids: Tensor, context: int = 4096, stride: int = 1024, start: int = 0) -> Tensor:
     """The loss of every token given only tokens near it: at least context - stride of those before it, at most context.
 
     Args:
         input_ids: (batch, length).
         stride: tokens between the starts of the windows that are read, each of `context` tokens; less than context.
+        start: this many first tokens, a beginning-of-text token, stand before every window.
 
     Returns:
         float32 (batch, length); the first column, which nothing predicts, is NaN.
@@ -49,7 +50,8 @@ def short_losses(model: Any, input_ids: Tensor, context: int = 4096, stride: int
     losses = torch.nn.functional.pad(losses, (0, max(length - context, 0)), value=torch.nan)
     for end in range(context + stride, length + stride, stride):
         end, first = min(end, length), end - stride
-        window = token_losses(model, input_ids[:, end - context : end], last=end - first)
+        near = torch.cat([input_ids[:, :start], input_ids[:, end - context : end]], 1)
+        window = token_losses(model, near, last=end - first)
         losses[:, first:end] = window[:, first - end :]
     return losses
 
@@ -112,7 +114,7 @@ class LongPPL(Task):
         ids = self.corpus.context(document, length).to(model.device)
         losses = token_losses(model, ids)
         if found is None:
-            keys = key_tokens(losses, short_losses(model, ids, self.window, self.stride))
+            keys = key_tokens(losses, short_losses(model, ids, self.window, self.stride, len(self.corpus.start)))
         else:
             keys = torch.zeros_like(losses, dtype=torch.bool)
             keys[:, found["keys"]] = True

@@ -54,15 +54,18 @@ class NeedleTask:
         haystack: the text to hide needles in, as one string, several that are joined, or token ids, int64 (tokens,).
         needles: how many are hidden in each text.
         seed: samples of different seeds are independent; keep one for training and another for testing.
+        bos: see `Encoder`.
 
     Raises:
         ValueError: more needles than cities.
     """
 
-    def __init__(self, tokenizer: Any, haystack: str | Sequence[str] | Tensor, needles: int = 3, seed: int = 0) -> None:
+    def __init__(
+        self, tokenizer: Any, haystack: str | Sequence[str] | Tensor, needles: int = 3, seed: int = 0, bos: str = "auto"
+    ) -> None:
         if not 1 <= needles <= len(CITIES):
             raise ValueError(f"needles must lie in [1, {len(CITIES)}], got {needles}")
-        self.tokenizer, self.encode, self.needles, self.seed = tokenizer, Encoder(tokenizer), needles, seed
+        self.tokenizer, self.encode, self.needles, self.seed = tokenizer, Encoder(tokenizer, bos), needles, seed
         if not isinstance(haystack, Tensor):
             haystack = torch.tensor(self.encode(haystack if isinstance(haystack, str) else "\n\n".join(haystack)))
         self.haystack = haystack

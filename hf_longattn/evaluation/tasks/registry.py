@@ -21,10 +21,10 @@ TASK_NAMES = (*HAYSTACK_TASKS, *LINE_TASKS)
 class NeedleGrid:
     """One needle a text, at `depths` places from first to last: sample i has depth i modulo their number."""
 
-    def __init__(self, tokenizer: Any, haystack: str | Tensor, depths: int = 5, seed: int = 0) -> None:
+    def __init__(self, tokenizer: Any, haystack: str | Tensor, depths: int = 5, seed: int = 0, bos: str = "auto") -> None:
         if depths < 2:
             raise ValueError(f"a grid of depths needs at least 2, got {depths}")
-        self.task, self.depths = NeedleTask(tokenizer, haystack, needles=1, seed=seed), depths
+        self.task, self.depths = NeedleTask(tokenizer, haystack, needles=1, seed=seed, bos=bos), depths
 
     def check(self, length: int) -> None:
         self.task.check(length)
@@ -35,12 +35,15 @@ class NeedleGrid:
         return dataclasses.replace(self.task.sample(index, length, depths=[depth]), depths=(depth,))
 
 
-def make_task(name: str, tokenizer: Any, haystack: str | Tensor | None = None, depths: int = 5, seed: int = 0) -> TextTask:
+def make_task(
+    name: str, tokenizer: Any, haystack: str | Tensor | None = None, depths: int = 5, seed: int = 0, bos: str = "auto"
+) -> TextTask:
     """A text task by name.
 
     Args:
         haystack: the text for `needle` and `needles`, which need one.
         depths: places of `needle`.
+        bos: see `Encoder`.
 
     Raises:
         ValueError: there is no such task; the message says which is near.
@@ -51,7 +54,7 @@ def make_task(name: str, tokenizer: Any, haystack: str | Tensor | None = None, d
         if haystack is None:
             raise ValueError(f"{name} hides needles in a text: give one")
         if name == "needle":
-            return NeedleGrid(tokenizer, haystack, depths, seed)
-        return NeedleTask(tokenizer, haystack, seed=seed)
+            return NeedleGrid(tokenizer, haystack, depths, seed, bos)
+        return NeedleTask(tokenizer, haystack, seed=seed, bos=bos)
     make, least = LINE_TASKS[name]
-    return LineTask(tokenizer, make, least, seed)
+    return LineTask(tokenizer, make, least, seed, bos)

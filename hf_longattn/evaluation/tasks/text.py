@@ -46,10 +46,11 @@ class LineTask:
         make: writes a draft of about as many lines as it is told.
         least: the fewest lines that make sense.
         seed: samples of different seeds are independent.
+        bos: see `Encoder`.
     """
 
-    def __init__(self, tokenizer: Any, make: Maker, least: int, seed: int = 0) -> None:
-        self.encode, self.make, self.least, self.seed = Encoder(tokenizer), make, least, seed
+    def __init__(self, tokenizer: Any, make: Maker, least: int, seed: int = 0, bos: str = "auto") -> None:
+        self.encode, self.make, self.least, self.seed = Encoder(tokenizer, bos), make, least, seed
 
     def check(self, length: int) -> None:
         if (needed := len(self._build(0, self.least).input_ids)) > length:
