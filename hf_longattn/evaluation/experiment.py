@@ -89,7 +89,7 @@ class Experiment:
         self.file, self.load, self.columns, self.cells = file, Latest(load), columns, list(cells)
         self.about = dict(about or {})
         #: By the names of their cells.
-        self.rows = {self.name_of(row): row for row in file}
+        self.rows = self._named()
         for cell in self.cells:
             self._has(cell)
 
@@ -101,6 +101,9 @@ class Experiment:
     def name_of(self, row: Row) -> str:
         """That of a row's cell."""
         return _name(row.get(column) for column in self.columns)
+
+    def _named(self) -> dict[str, Row]:
+        return {self.name_of(row): row for row in self.file}
 
     def run(
         self,
@@ -125,6 +128,7 @@ class Experiment:
         with contextlib.ExitStack() as held:
             if rank == 0:
                 held.enter_context(self.file.alone())
+            self.rows = gathered(self._named())[0]
             held.enter_context(_own_bar_alone())
             total = sum(cell.work for cell in self.cells) if total is None else total
             seen = rank == 0 and (sys.stderr.isatty() or "ipykernel" in sys.modules)

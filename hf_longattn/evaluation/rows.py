@@ -95,11 +95,15 @@ class RowFile:
             text = f"{{{text}}}\n"
         write_whole(self.path, text)
 
-    def alone(self) -> contextlib.AbstractContextManager[None]:
-        """While open, no other process measures into the file; Refused if one does. Without it both would measure all."""
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """While open, no other process measures into the file, whose rows are read again; Refused if one does."""
         if self.path is None:
-            return contextlib.nullcontext()
-        return alone(self.path.with_name(self.path.name + ".lock"), "measuring")
+            yield
+            return
+        with alone(self.path.with_name(self.path.name + ".lock"), "measuring"):
+            self.all = self._read()  # a process that has just ended may have measured them
+            yield
 
     def _protocol(self) -> dict[str, Any]:
         """That beside JSON lines."""

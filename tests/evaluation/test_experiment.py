@@ -97,6 +97,15 @@ def test_one_process_measures_into_a_file(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_what_another_process_measured_meanwhile_is_not_measured_again(tmp_path: Path) -> None:
+    calls: list[Any] = []
+    of = partial(lengths, calls=calls)
+    two = [experiment(tmp_path / "rows.jsonl", of, SETTINGS[1:])[0] for _ in range(2)]  # both have read the file
+    first, second = (this.run() for this in two)
+    assert first == second
+    assert len(calls) == len(first) == len((tmp_path / "rows.jsonl").read_text().splitlines())
+
+
 def test_another_setting_another_text_and_another_protocol_are_refused_and_rows_of_no_digest_are_not(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     first, _ = experiment(file, partial(lengths, calls=[], depends=["text"]), SETTINGS[1:])
