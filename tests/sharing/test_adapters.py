@@ -137,8 +137,8 @@ def test_every_loader_gives_the_same_model(
     "switch", [lambda m: m.disable_adapter().__enter__(), lambda m: m.base_model.disable_adapter_layers()]
 )
 def test_switching_off_in_a_pass_is_refused_and_changes_nothing(switch: Any) -> None:
-    m = peft.get_peft_model(hf_longattn.apply(stock("llama"), PLAIN), lora())
-    want = logits(m)
+    m = peft.get_peft_model(hf_longattn.apply(stock("llama"), PLAIN), lora(modules_to_save=["input_layernorm"]))
+    want, status = logits(m), m.get_layer_status()
 
     def off(*_: Any) -> None:
         with pytest.raises(RuntimeError, match="while a forward pass of it runs"):
@@ -147,6 +147,7 @@ def test_switching_off_in_a_pass_is_refused_and_changes_nothing(switch: Any) -> 
     handle = m.base_model.model.model.layers[1].register_forward_pre_hook(off)
     close(logits(m), want, 0)
     handle.remove()
+    assert m.get_layer_status() == status
     close(logits(m), want, 0)
 
 
