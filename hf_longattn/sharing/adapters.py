@@ -26,7 +26,6 @@ try:
         raise ImportError(f"peft is {peft.__version__}")
 except ImportError as error:
     raise ImportError('adapters need PEFT 0.21 or newer: pip install "hf_longattn[train]"') from error
-from peft.tuners.adaption_prompt import AdaptionPromptModel
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import ModulesToSaveWrapper, hotswap
 from torch import nn
@@ -181,13 +180,6 @@ def _add_adapter(original: Any, self: PeftModel, adapter_name: str, peft_config:
     original(self, adapter_name, peft_config, *args, **kwargs)
 
 
-def _add_adaption_prompt(original: Any, self: AdaptionPromptModel, adapter_name: str, config: Any) -> None:
-    runs, base = method_in(vars(config)), _base_of(self.model)
-    if (runs := runs or (None if base is None else running(base))) is not None:
-        saved_method.refuse_kind(config, runs)
-    original(self, adapter_name, config)
-
-
 def _following(config: Any, model: nn.Module, others: Collection[Any]) -> Any:
     """Join an adapter of a kind that PEFT does not note on the model, and note it there, so that it follows later changes."""
     config = copy.copy(_joining(config, model, others))
@@ -265,8 +257,11 @@ def _refuse_conversion(original: Any, model: nn.Module, *args: Any, **kwargs: An
     return original(model, *args, **kwargs)
 
 
-def _rows_of_several(original: Any, self: PeftModel, *args: Any, **kwargs: Any) -> Any:
+def _refuse_call(original: Any, self: PeftModel, *args: Any, **kwargs: Any) -> Any:
     names, base = kwargs.get("adapter_names"), _base_of(self)
+    for config in self.peft_config.values():  # whichever came first, prompts or method
+        if config.is_adaption_prompt and base is not None and (method := running(base)) is not None:
+            saved_method.refuse_kind(config, method)
     if names is not None and base is not None and {*names} != {*self.active_adapters}:
         runs, active = get_implementation(self.base_model.config), ", ".join(self.active_adapters)
         if "__base__" in names and _bringing(self.peft_config) is not None and not is_disabled(base):
@@ -315,14 +310,12 @@ def _disable_adapter(original: Any, self: PeftModel) -> Iterator[None]:
                 _on(model)
 
 
-def _disable_adapter_layers(original: Any, self: Any) -> None:
-    _off(self.peft_config, self.model)  # first: beside a pass it is refused
-    original(self)
-
-
-def _enable_adapter_layers(original: Any, self: Any) -> None:
-    _on(self.model)
-    original(self)
+def _switch_adapter_layers(original: Any, self: BaseTuner, enabled: bool = True) -> None:
+    if enabled:
+        _on(self.model)
+    else:
+        _off(self.peft_config, self.model)  # first: beside a pass it is refused
+    original(self, enabled)
 
 
 def _unload(original: Any, self: BaseTuner, *args: Any, **kwargs: Any) -> Any:
@@ -359,7 +352,6 @@ PATCHES = (
     ),
     Patch(BaseTuner, "inject_adapter", _inject_adapter, "a new adapter would record no attention, a loaded one get none"),
     Patch(PeftModel, "add_adapter", _add_adapter, "nor would prompts, which are not injected"),
-    Patch(AdaptionPromptModel, "add_adapter", _add_adaption_prompt, "adaption prompts would record no attention"),
     Patch(PeftModel, "load_adapter", _load_adapter, "into an adapter that is there it loads weights of any attention"),
     Patch(
         PreTrainedModel,
@@ -370,8 +362,8 @@ PATCHES = (
     Patch(
         PeftModel,
         "_enable_peft_forward_hooks",
-        _rows_of_several,
-        "rows of other adapters would get one's learned parameters, those of the base a method",
+        _refuse_call,
+        "rows of other adapters would get one's learned parameters, those of the base a method; adaption prompts record none",
     ),
     Patch(hotswap, "check_hotswap_configs_compatible", _refuse_hotswap, "weights of any attention would be exchanged"),
     Patch(conversion, "convert_to_lora", _refuse_conversion, "the adapter's new config would record no attention"),
@@ -382,8 +374,7 @@ PATCHES = (
         "PiSSA as plain LoRA would lose a method's learned parameters",
     ),
     Patch(PeftModel, "disable_adapter", _disable_adapter, "a base without its adapter runs its own attention"),
-    Patch(BaseTuner, "disable_adapter_layers", _disable_adapter_layers, "the same where layers are switched"),
-    Patch(BaseTuner, "enable_adapter_layers", _enable_adapter_layers, "the same, back"),
+    Patch(BaseTuner, "_enable_adapter_layers", _switch_adapter_layers, "the same where layers are switched, off and on"),
     Patch(BaseTuner, "merge_and_unload", _unload, "what is merged while switched off would stay without the method"),
     Patch(BaseTuner, "unload", _unload, "the same without merging"),
     Patch(PeftAdapterMixin, "disable_adapters", _disable_adapters, "a base without its adapter runs its own attention"),

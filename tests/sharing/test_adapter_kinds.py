@@ -321,20 +321,32 @@ def test_a_network_beside_the_model_is_refused(bases: dict[str, Path]) -> None:
     assert torch.equal(logits(m), want)
 
 
-def test_kinds_that_change_attention_or_mix_adapters_are_refused(bases: dict[str, Path], tmp_path: Path) -> None:
+def test_a_kind_that_mixes_adapters_is_refused(bases: dict[str, Path], tmp_path: Path) -> None:
     disturbed(peft.get_peft_model(loaded(bases["llama"]), KINDS["LORA"]())).save_pretrained(tmp_path)
     size = loaded(bases["llama"]).config.hidden_size
-    for config in (
-        peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=1, **CAUSAL),
-        peft.XLoraConfig(hidden_size=size, adapters={"0": str(tmp_path)}, xlora_size=16, **CAUSAL),
-    ):
-        model = hf_longattn.apply(loaded(bases["llama"]), REROPE)
-        model.config.use_cache = False
-        with pytest.raises(ValueError, match=rf"{type(config).__name__}: it .* rerope.* Take LoRA"):
-            peft.get_peft_model(model, config)
-        plain = loaded(bases["llama"])
-        plain.config.use_cache = False
-        peft.get_peft_model(plain, config)  # without a method as ever
+    config = peft.XLoraConfig(hidden_size=size, adapters={"0": str(tmp_path)}, xlora_size=16, **CAUSAL)
+    model, plain = hf_longattn.apply(loaded(bases["llama"]), REROPE), loaded(bases["llama"])
+    model.config.use_cache = plain.config.use_cache = False
+    with pytest.raises(ValueError, match=r"XLoraConfig: it mixes .* rerope.* Take LoRA"):
+        peft.get_peft_model(model, config)
+    peft.get_peft_model(plain, config)  # without a method as ever
+
+
+def test_a_kind_with_attention_of_its_own_is_refused_as_it_is_called(bases: dict[str, Path]) -> None:
+    """Whether it or the method came first; and the method alone, or no method, runs as ever."""
+    config = peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=1, **CAUSAL)
+    plain = peft.get_peft_model(loaded(bases["llama"]), config)
+    want = logits(plain)
+    under = hf_longattn.apply(loaded(bases["llama"]), REROPE)
+    alone = logits(under)
+    under = peft.get_peft_model(under, config)
+    for m in (under, hf_longattn.apply(plain, REROPE)):
+        for call in (m, m.generate):
+            with pytest.raises(ValueError, match=r"AdaptionPromptConfig: it computes attention .* rerope.* Take LoRA"):
+                call(input_ids=tokens())
+    assert torch.equal(logits(hf_longattn.remove(plain)), want)
+    under.disable_adapter_layers()
+    assert torch.equal(logits(under.get_base_model()), alone)
 
 
 def test_switched_off_by_its_layers(bases: dict[str, Path]) -> None:

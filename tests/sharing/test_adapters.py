@@ -137,8 +137,8 @@ def test_every_loader_gives_the_same_model(
     "switch", [lambda m: m.disable_adapter().__enter__(), lambda m: m.base_model.disable_adapter_layers()]
 )
 def test_switching_off_in_a_pass_is_refused_and_changes_nothing(switch: Any) -> None:
-    m = peft.get_peft_model(hf_longattn.apply(stock("llama"), PLAIN), lora())
-    want = logits(m)
+    m = peft.get_peft_model(hf_longattn.apply(stock("llama"), PLAIN), lora(modules_to_save=["input_layernorm"]))
+    want, status = logits(m), m.get_layer_status()
 
     def off(*_: Any) -> None:
         with pytest.raises(RuntimeError, match="while a forward pass of it runs"):
@@ -147,7 +147,51 @@ def test_switching_off_in_a_pass_is_refused_and_changes_nothing(switch: Any) -> 
     handle = m.base_model.model.model.layers[1].register_forward_pre_hook(off)
     close(logits(m), want, 0)
     handle.remove()
+    assert m.get_layer_status() == status
     close(logits(m), want, 0)
+
+
+def test_switching_off_in_a_pass_of_a_model_with_transformers_adapters_is_refused() -> None:
+    needs_adapters_of_transformers()
+    m = hf_longattn.apply(stock("llama"), PLAIN)
+    m.add_adapter(lora())
+    want, status = logits(m), peft.get_layer_status(m)
+
+    def off(*_: Any) -> None:
+        with pytest.raises(RuntimeError, match="while a forward pass of it runs"):
+            m.disable_adapters()
+
+    handle = m.model.layers[1].register_forward_pre_hook(off)
+    close(logits(m), want, 0)
+    handle.remove()
+    assert peft.get_layer_status(m) == status
+    close(logits(m), want, 0)
+
+
+def test_peft_finds_no_other_layers_under_a_method() -> None:
+    """Its views of the model say the same as without one, on, off, in a copy, and after the last adapter is deleted."""
+
+    def seen(m: Any) -> Any:
+        return m.get_layer_status(), m.get_model_status(), [n for n, _ in m.named_modules()], list(m.state_dict())
+
+    under, plain = (peft.get_peft_model(x, lora()) for x in (hf_longattn.apply(stock("llama"), PLAIN), stock("llama")))
+    for change in (
+        lambda m: m,
+        lambda m: m.add_adapter("second", lora()),
+        lambda m: m.set_adapter("second"),
+        lambda m: m.disable_adapter_layers(),
+        lambda m: m.delete_adapter("default"),
+        lambda m: m.enable_adapter_layers(),
+        lambda m: m.merge_adapter(),
+        lambda m: m.unmerge_adapter(),
+    ):
+        change(under)
+        change(plain)
+        assert seen(under) == seen(plain) == seen(copy.deepcopy(under))
+    under.disable_adapter_layers()
+    under.delete_adapter("second")
+    under.enable_adapter_layers()
+    close(logits(under.base_model.model), logits(hf_longattn.apply(stock("llama"), PLAIN)))  # merged once, so rounded
 
 
 @pytest.mark.parametrize("family", FAMILIES)
