@@ -128,7 +128,7 @@ class Experiment:
         with contextlib.ExitStack() as held:
             if rank == 0:
                 held.enter_context(self.file.alone())
-            self.rows = gathered(self._named())[0]
+            self.rows = gathered(self._named())[0]  # as the first process has just read them: others may have ended since
             held.enter_context(_own_bar_alone())
             total = sum(cell.work for cell in self.cells) if total is None else total
             seen = rank == 0 and (sys.stderr.isatty() or "ipykernel" in sys.modules)

@@ -17,6 +17,8 @@ KEPT = "longattn_lengths"
 UNSCALED = ("default", "proportional", "axial")
 #: Rope types that a config has from its training alone.
 TRAINED_IN = ("llama3", "longrope")
+#: Rope types whose frequencies change with the length of a call.
+CHANGING = {"dynamic", "longrope"}
 #: All that a scaling put in for inference says, as model cards write it; those who trained with one wrote more.
 BARE = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", ORIGINAL}
 #: How far max_position_embeddings may be from factor x original and still be meant by it.

@@ -22,6 +22,7 @@ from .names import is_longattn_name
 from .passes import is_probing, probing
 from .rotation import FAR_APART, PROBE, Convention, RotarySource, find_rotary, settle, settle_axes
 from .state import AttentionState, LayerPlan, gate_of, plan_of, set_plan
+from .trained_length import CHANGING
 
 #: Why a layer is not remapped, or left alone where nothing else changes it.
 NOT_ROTATED = "no rotary encoding"
@@ -185,7 +186,7 @@ def verify_axes(state: AttentionState, model: Any, axes: int) -> None:
         if not new:
             return
         kinds = {str(getattr(source.module, "rope_type", "")) for source in new.values()}
-        if kinds & {"dynamic", "longrope"}:
+        if kinds & CHANGING:
             raise ValueError(
                 f"this model's frequencies change with the length of a text (rope_type {', '.join(sorted(kinds))}), and of "
                 "those a remap of rotary distances reads no pictures (M-RoPE), text alone"

@@ -43,7 +43,7 @@ from ..integration.state import disable, enable, is_disabled, transaction
 from ..slots.learned import container_of
 from ..user_warnings import warn
 
-#: What these add to modules_to_save once the adapter has joined: in the config that they were given, and not in our copy.
+#: The heads that these classes train beside an adapter, and add to the config that they were given, which we have copied.
 HEADS = {peft.PeftModelForTokenClassification: ("classifier", "score"), peft.PeftModelForQuestionAnswering: ("qa_outputs",)}
 
 # configs on disk ---------------------------------------------------------------------------------------------------------

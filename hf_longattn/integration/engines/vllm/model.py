@@ -23,12 +23,10 @@ from ...names import TRIPWIRE
 from ...offload import device_of
 from ...rotation import RotarySource, find_rotary
 from ...state import TABLE_BYTES, LayerPlan
+from ...trained_length import CHANGING
 from . import fold, plans
 from .backend import Backend
 from .plans import PART, ServedLayer
-
-#: Rope types whose frequencies change with the length of a call.
-CHANGING = ("dynamic", "longrope")
 
 
 class Served:
