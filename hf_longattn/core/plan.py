@@ -91,7 +91,8 @@ class LogitSpec:
     bias_scale: Tensor | None = None
     sinks: int = 0
     far: Tensor | None = None
-    _sharpened: dict[float, LogitSpec] = field(default_factory=dict, repr=False)
+    # init=False: `dataclasses.replace` begins with none, since a score of its own has another scaling in each layer
+    _sharpened: dict[float, LogitSpec] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if (self.gain is None) != (self.bias is None):
@@ -100,7 +101,7 @@ class LogitSpec:
     def sharpened(self, factor: float) -> LogitSpec:
         """Multiply scaling by a factor; made once, since every layer of a decoded token asks for it."""
         if (known := self._sharpened.get(factor)) is None:
-            known = self._sharpened[factor] = dataclasses.replace(self, scaling=self.scaling * factor, _sharpened={})
+            known = self._sharpened[factor] = dataclasses.replace(self, scaling=self.scaling * factor)
         return known
 
 
@@ -127,7 +128,7 @@ class Segment(NamedTuple):
         return rows
 
     def _narrowed(self) -> AttentionLayout:
-        rows = dataclasses.replace(self.whole, _known={}, _host=None)  # kept with the whole ones, and keeps them not
+        rows = dataclasses.replace(self.whole)  # kept with the whole ones, and keeps them not
         for first, last in self.limits:
             rows = rows.narrowed(first, last)
         return rows

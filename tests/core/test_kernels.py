@@ -51,6 +51,7 @@ from hf_longattn.core.lower import table_length
 from hf_longattn.core.plan import AttentionPlan, LogitSpec, plans
 from hf_longattn.core.rotary import Rotation
 from hf_longattn.core.tables import SHARED, TableCache
+from hf_longattn.slots.base import Score
 
 tiled_attention = by_options(tiled.run)
 
@@ -597,6 +598,25 @@ def test_layers_share_what_is_prepared_and_it_holds_nothing_of_theirs(case: str,
         assert all(x() is None for x in kept)
     (plan,) = plans(rows).values()
     assert q_len > 1 or plan.kernel == "few"
+
+
+class _ByKeys(Score):
+    """scaling = 1 / (1 + mean |k|), which is another one in each layer."""
+
+    name = "by_keys"
+
+    def fold(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
+        return query, key, float(1 / (1 + key.detach().abs().mean()))
+
+
+@pytest.mark.parametrize("backend", ["tiled", "fused"])
+def test_a_score_whose_scaling_goes_by_the_keys_is_each_layer_s_own(backend: str) -> None:
+    config = dataclasses.replace(CASES["logn"].for_layer(0), score=_ByKeys())
+    rows = AttentionLayout.causal(1, 29, None, 0, torch.device("cpu"))
+    for seed in range(2):
+        query, key, value = inputs(h=HEADS, q=1, k=29, seed=seed)
+        call = Call(query.requires_grad_(), (1 + 4 * seed) * key, value, config, rows, 0.7)
+        close(*(attend(dataclasses.replace(call, backend=name)) for name in (backend, "reference")), 1e-10)
 
 
 def test_tables_are_longer_than_every_distance() -> None:
