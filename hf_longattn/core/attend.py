@@ -110,9 +110,9 @@ def plan_of(call: Call) -> AttentionPlan:
     """
     if not shareable(call.query) or call.strength is not None:
         return chosen(lower(call))
-    kind = (call.config, call.rotation, call.asked) if call.kind is None else call.kind
+    method_id = (call.config, call.rotation, call.asked) if call.method_id is None else call.method_id
     sides = call.query, call.key, call.value
-    name = plan_key(kind, *sides, call.scaling, call.softcap, call.learned, call.sink_logits, call.dropout, call.trains)
+    name = plan_key(method_id, *sides, call.scaling, call.softcap, call.learned, call.sink_logits, call.dropout, call.trains)
     made = plans(call.rows)
     if (own := made.get(name)) is None:
         if len(made) >= PLANS:

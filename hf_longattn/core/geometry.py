@@ -276,10 +276,13 @@ class AttentionLayout:
         return inside[:, None] if self.allowed is None else inside[:, None] & self.allowed[..., :kv_len]
 
     def seen(self, kv_len: int) -> tuple[slice, slice] | None:
-        """The rows from the first to the last that sees a key in its interval, and the columns of these; reads the device.
-
-        None: no row sees any.
+        """The rows from the first to the last that sees a key in its interval, and the columns from the first to the last that
+        is seen; None: no row sees any. Reads the device, once.
         """
+        found: tuple[slice, slice] | None = self.once(("seen", kv_len), lambda: self._seen(kv_len))
+        return found
+
+    def _seen(self, kv_len: int) -> tuple[slice, slice] | None:
         _, first, _, low, high = self.columns
         low, high = (low - first).clamp(min=0), (high - first).clamp(max=kv_len - 1)
         if not bool((seeing := low <= high).any()):

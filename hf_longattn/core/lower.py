@@ -50,7 +50,7 @@ def lower(call: Call) -> AttentionPlan:
         readable=readable(query),
         keepable=keepable(query),
         asked=call.asked,
-        kind=call.kind,
+        method_id=call.method_id,
     )
     if (score := config.score) is not None:
         plan.fold, plan.cosine = score.fold, score.cosine

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..config import LongAttnConfig
 from .internals import get_implementation, has_local, passes_on, uses_interface
 from .names import is_longattn_name, parsed_config, raw_section
-from .trained_length import hides
+from .trained_length import window_hides
 
 #: What the types in a config's layer_types say: all keys before the query are seen, or a window of them.
 _KINDS = {
@@ -95,7 +95,7 @@ class Layer:
     def kind(self) -> str:
         """ "full", "window", or a layer type that stands for neither; a window that hides nothing is none."""
         if self.windowed:
-            return "window" if hides(self.config) else "full"
+            return "window" if window_hides(self.config) else "full"
         return "full" if self.type is None else _KINDS.get(self.type, self.type)
 
     @property
@@ -144,10 +144,10 @@ class View:
         self.of_target = [x for x in self.layers if x.config is self.target]
         #: The config objects that say what these run: the target; those of their modules, which may be copies; and those of
         #: the models around them, by which masks are made and models are saved.
-        self.speaking: list[Any] = distinct([self.target, *self._around(), *(x.module.config for x in self.of_target)])
+        self.method_configs: list[Any] = distinct([self.target, *self._around(), *(x.module.config for x in self.of_target)])
         found = [m.config for m in self.modules if isinstance(m, PreTrainedModel)] + [x.module.config for x in self.layers]
         #: The distinct config objects, of submodels and of attention modules; another module may hold that of another model.
-        self.configs: list[Any] = distinct([c for c in found if isinstance(c, PreTrainedConfig)] + self.speaking)
+        self.configs: list[Any] = distinct([c for c in found if isinstance(c, PreTrainedConfig)] + self.method_configs)
 
     def _around(self) -> list[Any]:
         """Return the text configs of the models around the language model's attention that are of its type."""

@@ -131,14 +131,16 @@ def update(model: Model, **parameters: Any) -> Model:
         config = _running(view).replace(**parameters)
         plans = {x.module: plan for x in view.of_target if (plan := plan_of(x.module)) is not None}
         held, modules = raw_section(view.target), set(view.modules)
-        fits = plans and all(p.whole is held and (p.rotary is None or p.rotary.module in modules) for p in plans.values())
+        fits = plans and all(
+            p.whole_config is held and (p.rotary is None or p.rotary.module in modules) for p in plans.values()
+        )
         if not fits or parameters.keys() != {"strength"} or config.logit_map is None or not config.logit_map.blends:
             _put(view, config)
             return model
         view.state.set_running(view, config)
         for module, plan in plans.items():
             own = plan.config and plan.config.replace(**parameters)
-            set_plan(module, dataclasses.replace(plan, whole=config, config=own))
+            set_plan(module, dataclasses.replace(plan, whole_config=config, config=own))
     return model
 
 

@@ -16,18 +16,18 @@ from .masks import refuse_both_ways
 from .model_facts import facts_of
 from .names import is_longattn_name, name_for, parsed_config, raw_section, short
 from .parameters import bring
-from .passes import watch
+from .passes import hook_passes
 from .saved_method import by_number, refuse_kind
 from .state import (
     AttentionState,
     LayerPlan,
     is_settled,
+    outermost,
     plan_of,
     refuse_shared,
     remember,
     set_plan,
     track_model,
-    whole_of,
 )
 from .verify import rotation_of, verify_at_first_call, verify_axes, verify_rotations
 
@@ -66,14 +66,14 @@ def put(view: View, config: LongAttnConfig, name: str, longer: int | None = None
         for x in view.layers
         if (c := x.config) is not target and is_longattn_name(get_implementation(c))
     }
-    for c in view.speaking:
+    for c in view.method_configs:
         if not is_longattn_name(get_implementation(c)):
             remember(view, c, get_implementation(c))
     for adapter in view.adapters:
         refuse_kind(adapter, config)
     bound, plans, facts = _plan(view, config, state, longer)
     plans |= left_alone
-    for c in view.speaking:
+    for c in view.method_configs:
         set_implementation(c, name)  # not by the property, which would switch towers too
     if verify:
         plans |= verify_rotations(view, plans)
@@ -85,7 +85,7 @@ def put(view: View, config: LongAttnConfig, name: str, longer: int | None = None
     track_model(view.model)
     bring(view, facts)
     guard(view, state)
-    watch(view, state)
+    hook_passes(view, state)
     return bound
 
 
@@ -115,7 +115,7 @@ def settle(view: View) -> None:
 
 def renew(state: AttentionState, model: nn.Module) -> None:
     """Plan a model anew whose layers are not those that were planned. ValueError: see `settle`."""
-    view = View(whole_of(state, model))
+    view = View(outermost(state, model))
     settle(view)
     state.arrange(view)
 
@@ -136,7 +136,7 @@ def _refuse_strangers(view: View) -> None:
     """ValueError: a model without a method has layers that run one, or a config that names one."""
     if view.state is not None and view.state.disabled is not None:
         return
-    names = (get_implementation(c) for c in view.speaking)
+    names = (get_implementation(c) for c in view.method_configs)
     if (name := next(filter(is_longattn_name, names), None)) is not None:
         strange = [x.index for x in view.candidates if is_longattn_name(get_implementation(x.module.config))]
         which = f"its layers {strange} came from a model" if strange else "its config is that of a model"

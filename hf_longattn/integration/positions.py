@@ -10,7 +10,7 @@ which the cache keeps a note.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -86,14 +86,6 @@ _TRACED = (
 )
 
 
-class _Found(NamedTuple):
-    """The numbering of a call's tokens: of those that come first behind cached keys (if any does), and of all."""
-
-    behind: Numbering
-    all: Numbering
-    sees_cache: bool
-
-
 def rows_under(mask: Tensor | None, layer_call: LayerCall, q_len: int, kv_len: int) -> MaskContext:
     """Return the rows that a layer sees, in the context that it shares with layers called alike.
 
@@ -101,10 +93,10 @@ def rows_under(mask: Tensor | None, layer_call: LayerCall, q_len: int, kv_len: i
         NotImplementedError: there is no mask.
         ValueError: the mask or the positions have no meaning, or those of cached keys are unknown.
     """
-    positions, plan, now = layer_call.positions, layer_call.plan, layer_call.now
+    positions, plan, forward_pass = layer_call.positions, layer_call.plan, layer_call.forward_pass
     if mask is None:
         raise NotImplementedError(_NO_MASK + (_PARALLEL if layer_call.more.get("is_causal") else _ALONE))
-    if positions is None and now is None and plan.state.passes and not layer_call.traced:
+    if positions is None and forward_pass is None and plan.state.passes and not layer_call.traced:
         raise ValueError(_UNSEEN)
     context: MaskContext | None = None if layer_call.traced else existing_context(mask)
     if context is not None and context.rows is not None and context.kv_len == kv_len and context.positions is positions:
@@ -114,24 +106,28 @@ def rows_under(mask: Tensor | None, layer_call: LayerCall, q_len: int, kv_len: i
         raise ValueError(BOTH_WAYS.format("is_decoder=False or a like flag: its mask shows later tokens"))
     if not is_layout_mask(mask):  # the user's own, who may write to it, or to position_ids, before the next call
         if not layer_call.traced:
-            mask.__dict__["_longattn"] = MaskContext(now=now)
+            mask.__dict__["_longattn"] = MaskContext(forward_pass=forward_pass)
         seen = read_own_mask(mask, q_len, kv_len)
-        if now is not None and now.axes is not None:
+        if forward_pass is not None and forward_pass.axes is not None:
             if seen.counted is not None:
                 raise ValueError(_OWN_MASK)
-            return MaskContext().place(_by_axis(seen, seen.rows, now, kv_len), positions, kv_len)
-        rows = _placed(seen, positions, kv_len, remapped, now, own_mask=True)
+            return MaskContext().keep(_by_axis(seen, seen.rows, forward_pass, kv_len), positions, kv_len)
+        rows = _with_positions(seen, positions, kv_len, remapped, forward_pass, own_mask=True)
         if seen.counted is not None and plan.config is not None:
             refuse_unknown_start(plan.config, rows, positions)
-        return MaskContext().place(rows, positions, kv_len)
+        return MaskContext().keep(rows, positions, kv_len)
     seen = read_mask(mask, kv_len)
     context = MaskContext() if layer_call.traced or not readable(mask) else context_of(mask)
-    context.now, context.q_len = now, q_len
+    context.forward_pass, context.q_len = forward_pass, q_len
     known = context.rows is not None and context.positions is positions
-    rows = context.rows if known and context.rows is not None else _placed(seen, positions, kv_len, remapped, now)
+    rows = (
+        context.rows
+        if known and context.rows is not None
+        else _with_positions(seen, positions, kv_len, remapped, forward_pass)
+    )
     if not layer_call.traced:
         _refuse_packed(rows, layer_call.more)
-    return context.place(rows, positions, kv_len)
+    return context.keep(rows, positions, kv_len)
 
 
 def _refuse_packed(rows: AttentionLayout, more: Mapping[str, Any]) -> None:
@@ -147,12 +143,12 @@ def _refuse_packed(rows: AttentionLayout, more: Mapping[str, Any]) -> None:
         raise ValueError(_PACKED)
 
 
-def _placed(
+def _with_positions(
     seen: ParsedMask,
     position_ids: Tensor | None,
     kv_len: int,
     remapped: bool,
-    now: ForwardContext | None,
+    forward_pass: ForwardContext | None,
     own_mask: bool = False,
 ) -> AttentionLayout:
     """The rows with the positions that position_ids say: the same ones where these count as cache indices do.
@@ -160,58 +156,64 @@ def _placed(
     Args:
         seen: what was read off the mask.
         remapped: whether some layer remaps rotary distances, for which pictures cannot be counted as tokens.
-        now: the pass that takes note of how its tokens are numbered.
+        forward_pass: the pass that takes note of how its tokens are numbered.
         own_mask: whether the mask is the user's, who may draft a tree of tokens: the cache then keeps one path of it.
     """
-    several = None if now is None or now.axes is None else now
+    several = None if forward_pass is None or forward_pass.axes is None else forward_pass
     if several is not None and not several.numbers_text:
         return _by_axis(seen, seen.rows, several, kv_len)
     if position_ids is None:
         return seen.rows
     if position_ids.device != seen.rows.index.device and readable(position_ids):
-        position_ids = _on_host(seen, position_ids, kv_len, now)
-    position_ids = _one_axis(seen, position_ids, kv_len, remapped, alone=now is None or own_mask)
+        position_ids = _on_host(seen, position_ids, kv_len, forward_pass)
+    position_ids = _one_axis(seen, position_ids, kv_len, remapped, alone=forward_pass is None or own_mask)
     if not readable(seen.rows.index):
         return _traced(seen, position_ids, kv_len)
-    rows, found = _resolve(seen, position_ids, kv_len, now)
-    if now is not None:
-        now.note(*(found._replace(all=found.behind) if own_mask and not any(found.all) else found))
+    rows, first, tokens, sees_cache = _resolve(seen, position_ids, kv_len, forward_pass)
+    if forward_pass is not None:
+        forward_pass.note(first, first if own_mask and not any(tokens) else tokens, sees_cache)
     return rows if several is None else _by_axis(seen, rows, several, kv_len)
 
 
-def _on_host(seen: ParsedMask, position_ids: Tensor, kv_len: int, now: ForwardContext | None) -> Tensor:
+def _on_host(seen: ParsedMask, position_ids: Tensor, kv_len: int, forward_pass: ForwardContext | None) -> Tensor:
     """position_ids where the rows are: read, but for few tokens behind a cache, which are what continues it.
 
     That they are, the device confirms while the host goes on.
     """
-    kept, rows = {} if now is None else now.kept, seen.rows
+    kept, rows = {} if forward_pass is None else forward_pass.kept, seen.rows
     given, known = kept.get("position_ids", (None, None))
-    expected = _continued(seen, position_ids, kv_len, now)
+    expected = _continued(seen, position_ids, kv_len, forward_pass)
     if given is position_ids and (expected is None or torch.equal(known, expected)):
         return known
     if expected is None:
         known = position_ids.to(rows.index.device)
     else:
-        assert now is not None
-        assert now.state is not None
+        assert forward_pass is not None
+        assert forward_pass.state is not None
         known, first = expected, int(expected[0, 0])
         shared = bool((expected == first).all())
         holds = (position_ids == (first if shared else sent(expected, position_ids.device))).all()
-        now.state.claims.claim(holds, _LATE)
+        forward_pass.state.claims.claim(holds, _LATE)
     kept["position_ids"] = position_ids, known
     return known
 
 
-def _continued(seen: ParsedMask, position_ids: Tensor, kv_len: int, now: ForwardContext | None) -> Tensor | None:
+def _continued(seen: ParsedMask, position_ids: Tensor, kv_len: int, forward_pass: ForwardContext | None) -> Tensor | None:
     """The position_ids of few tokens that continue a cache as it was numbered, (batch, q_len); None: they may be any."""
-    if now is None or now.state is None or now.cache is None or now.axes is not None or _several_processes():
+    if (
+        forward_pass is None
+        or forward_pass.state is None
+        or forward_pass.cache is None
+        or forward_pass.axes is not None
+        or _several_processes()
+    ):
         return None
     rows, counted = seen.rows, seen.counted
-    numbering, q_len = record_of(now.cache).get("numbering"), rows.index.shape[1]
+    numbering, q_len = record_of(forward_pass.cache).get("numbering"), rows.index.shape[1]
     if not numbering or not any(numbering) or q_len > FEW_QUERIES or position_ids.shape[1:] != (q_len,):
         return None
     query, key_start, start, _, _ = rows.columns
-    begins = record_of(now.cache).get("ones") is not None or bool((start >= seen.first).any())
+    begins = record_of(forward_pass.cache).get("ones") is not None or bool((start >= seen.first).any())
     if begins or not bool(rows.tokens(kv_len).all()):
         return None
     if counted is None or numbering[0] or numbering[1]:
@@ -219,10 +221,10 @@ def _continued(seen: ParsedMask, position_ids: Tensor, kv_len: int, now: Forward
     return counted.gather(1, (query - key_start).expand(len(counted), -1))
 
 
-def _from_zero(seen: ParsedMask, position_ids: Tensor, now: ForwardContext | None) -> Tensor:
+def _from_zero(seen: ParsedMask, position_ids: Tensor, forward_pass: ForwardContext | None) -> Tensor:
     """The position_ids, but those of texts that begin behind an empty prompt, which generate() counts from 1, less 1."""
-    held, ones = _from_one(seen, now)
-    if now is None or not held:
+    held, ones = _from_one(seen, forward_pass)
+    if forward_pass is None or not held:
         return position_ids
     at = seen.rows.columns
     if ones is None:
@@ -230,27 +232,31 @@ def _from_zero(seen: ParsedMask, position_ids: Tensor, now: ForwardContext | Non
         ones = int(at.start.where(begins, FAR).min())
         if ones == FAR:
             return position_ids
-    now.ones = ones
+    forward_pass.ones = ones
     return position_ids - (at.start[:, -1:] >= ones).to(position_ids.device, position_ids.dtype)
 
 
-def _from_one(seen: ParsedMask, now: ForwardContext | None) -> tuple[int, int | None]:
+def _from_one(seen: ParsedMask, forward_pass: ForwardContext | None) -> tuple[int, int | None]:
     """Return the number of tokens that a pass's cache held as it began, and from which on texts count from 1, if any do."""
-    if now is None or now.cache is None:
+    if forward_pass is None or forward_pass.cache is None:
         return 0, None
-    held = now.held if isinstance(now.held, int) else int(seen.first.max())  # a static cache counts on the device
-    return held, None if not held else record_of(now.cache).get("ones")
+    held = (
+        forward_pass.held if isinstance(forward_pass.held, int) else int(seen.first.max())
+    )  # a static cache counts on the device
+    return held, None if not held else record_of(forward_pass.cache).get("ones")
 
 
-def _by_axis(seen: ParsedMask, rows: AttentionLayout, now: ForwardContext, kv_len: int) -> AttentionLayout:
+def _by_axis(seen: ParsedMask, rows: AttentionLayout, forward_pass: ForwardContext, kv_len: int) -> AttentionLayout:
     """The rows of a text with pictures, whose tokens are at several positions each; those of cached keys the pass knows."""
-    assert now.axes is not None
-    held = now.longest[1] - now.axes.shape[2]
-    if now.of_keys is None or now.of_keys.shape[2] == held:
-        known = _of_text(seen, now, kv_len, held) if now.of_keys is None else now.of_keys
-        batch = max(known.shape[1], now.axes.shape[1])
-        now.of_keys = torch.cat([x.expand(3, batch, -1).to(now.axes.device) for x in (known, now.axes)], -1)
-    whole, index = now.of_keys.to(rows.index.device), rows.columns
+    assert forward_pass.axes is not None
+    held = forward_pass.longest[1] - forward_pass.axes.shape[2]
+    if forward_pass.of_keys is None or forward_pass.of_keys.shape[2] == held:
+        known = _of_text(seen, forward_pass, kv_len, held) if forward_pass.of_keys is None else forward_pass.of_keys
+        batch = max(known.shape[1], forward_pass.axes.shape[1])
+        forward_pass.of_keys = torch.cat(
+            [x.expand(3, batch, -1).to(forward_pass.axes.device) for x in (known, forward_pass.axes)], -1
+        )
+    whole, index = forward_pass.of_keys.to(rows.index.device), rows.columns
     batch = max(whole.shape[1], len(rows.index))
 
     def at(which: Tensor) -> Tensor:  # (batch or 1, n)
@@ -264,17 +270,17 @@ def _by_axis(seen: ParsedMask, rows: AttentionLayout, now: ForwardContext, kv_le
     return rows.by_axis(query.clamp(min=0), key.clamp(min=0))
 
 
-def _of_text(seen: ParsedMask, now: ForwardContext, kv_len: int, held: int) -> Tensor:
+def _of_text(seen: ParsedMask, forward_pass: ForwardContext, kv_len: int, held: int) -> Tensor:
     """Return the positions of a text's cached keys before its first picture, (1, batch, keys)."""
-    assert now.axes is not None
-    call = _Numbered(seen, now.axes[0], kv_len)
+    assert forward_pass.axes is not None
+    call = _Numbered(seen, forward_pass.axes[0], kv_len)
     if bool((seen.first != held).any()):
         raise ValueError(_UNKNOWN)
     if not held:
         return call.keys[None, :, :0]
     if not bool(call.known.all()) or bool((call.keys[:, 0] != 0).any()):
         raise ValueError(_UNKNOWN)
-    now.note(cast("Numbering", tuple(torch.stack(call.behind).tolist())), (True, True, True), True)
+    forward_pass.note(cast("Numbering", tuple(torch.stack(call.behind).tolist())), (True, True, True), True)
     return call.cached[None, :, :held].clamp(min=0)
 
 
@@ -360,13 +366,13 @@ class _Numbered:
 
     @property
     def behind(self) -> list[Tensor]:
-        """`_Found.behind`, unread."""
+        """The numbering of the tokens that come first behind cached keys, if any does, as bools on the device."""
         by_count = self.by_start if self.counted is None else self.by_count
         return [(fits | ~self.sees_cache).all() for fits in (self.by_index, self.by_start, by_count)]
 
     @property
     def all(self) -> list[Tensor]:
-        """`_Found.all`, unread."""
+        """The numbering of all tokens, as bools on the device."""
         from_start = self.cache_index - self.start
         count = from_start
         if self.counted is not None:
@@ -416,14 +422,20 @@ class _Numbered:
 
 
 def _resolve(
-    seen: ParsedMask, position_ids: Tensor, kv_len: int, now: ForwardContext | None
-) -> tuple[AttentionLayout, _Found]:
+    seen: ParsedMask, position_ids: Tensor, kv_len: int, forward_pass: ForwardContext | None
+) -> tuple[AttentionLayout, Numbering, Numbering, bool]:
+    """The rows with the call's positions; then what `ForwardContext.note` takes: the numbering of the tokens that come first
+    behind cached keys, that of all tokens, and whether any sees cached keys.
+
+    Raises:
+        ValueError: the positions have no meaning, or those of cached keys are unknown.
+    """
     rows = seen.rows
     if rows.index.shape[1] == 1 and rows.allowed is None and not _several_processes():
-        fits, index, start, sees_cache, *behind = _decoding(seen, _own(seen, position_ids), now)
+        fits, index, start, sees_cache, *behind = _decoding(seen, _own(seen, position_ids), forward_pass)
         if fits:
-            return rows, _Found((behind[0], behind[1], behind[1]), (index, start, start), sees_cache)
-    call = _Numbered(seen, _from_zero(seen, position_ids, now), kv_len)
+            return rows, (behind[0], behind[1], behind[1]), (index, start, start), sees_cache
+    call = _Numbered(seen, _from_zero(seen, position_ids, forward_pass), kv_len)
     step, pair = call.p.diff(), call.next & call.real[:, 1:] & call.real[:, :-1]
     same = call.start[:, 1:] == call.start[:, :-1]
     new_document = (step > 1) & pair & ~same if rows.allowed is None else pair[:, :0]
@@ -440,19 +452,19 @@ def _resolve(
         rows = call.explicit()
         if bool(_goes_back(call, rows, kv_len).any()):
             raise ValueError(_RESET)
-    return rows, _Found(cast("Numbering", tuple(found[:3])), cast("Numbering", tuple(found[3:])), sees_cache)
+    return rows, cast("Numbering", tuple(found[:3])), cast("Numbering", tuple(found[3:])), sees_cache
 
 
-def _decoding(seen: ParsedMask, p: Tensor, now: ForwardContext | None) -> list[bool]:
+def _decoding(seen: ParsedMask, p: Tensor, forward_pass: ForwardContext | None) -> list[bool]:
     """Read the numbering of calls of one token, in few steps: as may be, by cache index, from the start; any sees keys; and of
     those that do, by cache index, from the start."""
     index, batch = seen.rows.index, max(len(seen.rows.index), len(p))
     read = torch.cat([index[:, 0].expand(batch, -1), p.expand(batch, -1)], -1).tolist()
-    held, ones = _from_one(seen, now)
+    held, ones = _from_one(seen, forward_pass)
     if held and ones is None:
         ones = next((own for own, _, start, low, _, at in read if at == 1 and own == start == low >= held), None)
-    if now is not None:
-        now.ones = ones
+    if forward_pass is not None:
+        forward_pass.ones = ones
     since = FAR if ones is None else ones
     real = [
         (at == own, at - (start >= since) == own - start, low == own) for own, _, start, low, high, at in read if low <= high

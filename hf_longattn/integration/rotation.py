@@ -91,7 +91,9 @@ def find_rotary(modules: Iterable[nn.Module], config: Any, layer_type: str | Non
     return None
 
 
-def settle(source: RotarySource, computed: Iterable[tuple[str, Tensor, Tensor]]) -> tuple[Convention | None, set[str]]:
+def find_convention(
+    source: RotarySource, computed: Iterable[tuple[str, Tensor, Tensor]]
+) -> tuple[Convention | None, set[str]]:
     """A source's convention by what its layers really computed, and which of them do not rotate; None if none does.
 
     Args:
@@ -123,7 +125,7 @@ def settle(source: RotarySource, computed: Iterable[tuple[str, Tensor, Tensor]])
     return (left[0] if left else None), still
 
 
-def settle_axes(source: RotarySource, computed: Iterable[tuple[str, Tensor, Tensor]]) -> tuple[int, ...]:
+def find_axes(source: RotarySource, computed: Iterable[tuple[str, Tensor, Tensor]]) -> tuple[int, ...]:
     """The axis of positions that turns each pair, by what layers really computed.
 
     Args:

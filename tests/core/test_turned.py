@@ -66,7 +66,7 @@ def test_half_precision_reads_turned_keys_by_the_fused_kernel(
         index = seen.index.repeat(2, 1, 1)
         index[1, :, 2:4] = 56
         seen = AttentionLayout(index)
-    model: dict[str, Any] = {"rotation": Rotation(100.0 ** (-torch.arange(0, 16, 2).float() / 16)), "kind": name}
+    model: dict[str, Any] = {"rotation": Rotation(100.0 ** (-torch.arange(0, 16, 2).float() / 16)), "method_id": name}
     plan = lower(Call(query, key, value, config, seen, 0.25, **model))
     compute = few_cpu.FewOnCPU(plan)
     assert compute.streams

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -56,7 +55,7 @@ class BySegment:
         self.segments: list[tuple[AttentionLayout, Side | None, Side | None]] = []
         for segment in plan.segments:
             own, query, key = segment.rows, segment.query, segment.key
-            seen = own.once(("seen", self.kv_len), functools.partial(own.seen, self.kv_len)) if readable(own.index) else ALL
+            seen = own.seen(self.kv_len) if readable(own.index) else ALL
             if self.segments and seen is None:
                 continue
             by_query: Side | None = None

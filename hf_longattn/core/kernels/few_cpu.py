@@ -60,7 +60,7 @@ Visible: TypeAlias = tuple[slice, tuple[SeenSegment, ...], Tensor | None, Tensor
 
 def _visible(plan: AttentionPlan) -> Visible:
     q_len = plan.query.shape[2]
-    among = [(segment, *segment.seen(plan.kv_len)) for segment in plan.segments]
+    among = [(segment, *segment.visible_columns(plan.kv_len)) for segment in plan.segments]
     found = sorted(((s, c, own) for s, c, own in among if c is not None), key=lambda x: x[1].start)
     whole = slice(min((c.start for _, c, _ in found), default=0), max((c.stop for _, c, _ in found), default=0))
     seen = tuple(_seen(plan, segment, columns, own, whole.start) for segment, columns, own in found)
@@ -93,7 +93,8 @@ def _seen(plan: AttentionPlan, segment: Segment, columns: slice, own: Tensor | N
         angles = beyond[0][:, :, :size], beyond[1][:, :, :size]
     if (side := segment.query or segment.key) is not None:
         like, parts = torch.empty(0, dtype=wide), 1 if angles is None else 2
-        basis = plan.tables.get(("basis", side.by, width, wide), lambda: side.by.basis(width, like))
+        rotation = side.known_rotation
+        basis = plan.tables.get(("basis", rotation, width, wide), lambda: rotation.basis(width, like))
         turn, other = (x[None, None, None, :, :parts] for x in basis)
         if segment.query is not None:
             by_feature = segment.query.by_feature(plan.rows.query_places(), width)
@@ -157,12 +158,12 @@ class FewOnCPU:
         """Name all that can be made of keys once for every later token; None: nothing, or it is not worth it."""
         worth = max((s.size for s in self.segments if s.angles is not None or plan.fold is not None), default=0)
         rows, rounds = plan.rows, plan.key.dtype.itemsize == 2
-        if worth < WORTH or plan.kind is None or rows.key_ids is not None or rows.index.shape[1] == plan.kv_len:
+        if worth < WORTH or plan.method_id is None or rows.key_ids is not None or rows.index.shape[1] == plan.kv_len:
             return None
         if rounds and plan.asked != "auto":  # which computes in float32 throughout
             return None
         places = rows.index[:, 0, 1:3].flatten().tolist()  # where keys and texts begin
-        return plan.kind, plan.rotation, plan.key.dtype, tuple(places)
+        return plan.method_id, plan.rotation, plan.key.dtype, tuple(places)
 
     def _grouped(self, x: Tensor) -> Tensor:
         """(batch or 1, heads or 1, q_len, m) so that it fits (batch, kv_heads, group * q_len, m)."""

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..geometry import AttentionLayout
 from ..plan import Operand
-from . import operators, parts, sdpa, tiles
+from . import operators, programs, sdpa, tiles
 from .by_segment import BySegment
 from .kernel import MARGIN, Kernel, KernelCall, KernelFailure, Result
 
@@ -40,7 +40,7 @@ LARGEST_HEAD = 512
 
 def why_not_triton(query: Tensor | Operand) -> str | None:
     """The reason why these kernels cannot compute a call exactly, or None."""
-    if (reason := parts.why_not_triton(query)) is not None:
+    if (reason := programs.why_not_triton(query)) is not None:
         return reason
     if query.shape[-1] > LARGEST_HEAD:
         return f"the Triton kernels hold head_dim up to {LARGEST_HEAD}, got {query.shape[-1]}"
@@ -206,7 +206,7 @@ def _candidates(kernel: str, query: Tensor, value: Tensor | None) -> tuple[TileS
 def small_first(kernel: str, candidates: Iterable[TileSizes]) -> tuple[TileSizes, ...]:
     """For a GPU that holds products in registers."""
     small = SMALL // 2 if kernel == "key" else SMALL
-    return tuple(sorted(candidates, key=lambda blocks: blocks.rows * blocks.columns > small))
+    return tuple(sorted(candidates, key=lambda tile: tile.rows * tile.columns > small))
 
 
 @functools.cache
@@ -240,20 +240,20 @@ def _launch(
     """Launch the first of a kernel's candidates that works."""
     query, value = call.query, call.value
     width, limit, why = max(constants["DP"], constants["EP"]), _shared_memory(query.device), "no tiles fit"
-    for blocks in _candidates(name, query, value):
-        sizes = {"ROWS": blocks.rows, "COLUMNS": blocks.columns, "STAGES": blocks.stages}
-        own = constants | sizes | {"num_warps": blocks.warps, "num_stages": blocks.stages}
-        key = name, query.device, query.dtype, blocks, frozenset(own.items())
-        if blocks.least(name, width, query.element_size()) > limit:
+    for tile in _candidates(name, query, value):
+        sizes = {"ROWS": tile.rows, "COLUMNS": tile.columns, "STAGES": tile.stages}
+        own = constants | sizes | {"num_warps": tile.warps, "num_stages": tile.stages}
+        key = name, query.device, query.dtype, tile, frozenset(own.items())
+        if tile.least(name, width, query.element_size()) > limit:
             continue
         if key in _FAILED:
             why = _FAILED[key]
             continue
         try:
             with torch.cuda.device_of(query):
-                return launch(blocks, own)
+                return launch(tile, own)
         except Exception as error:
-            if parts.INTERPRETED or not parts.before_launch(error):
+            if programs.INTERPRETED or not programs.before_launch(error):
                 raise
             why = _FAILED[key] = f"{type(error).__name__}: {error}"
     raise KernelFailure(f"the {name} kernel for head_dim {query.shape[-1]} in {query.dtype}: {why}")
@@ -346,8 +346,8 @@ def _forward(call: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
     entropy = query.new_empty((batch, heads, q_len) if call.with_entropy else (0,), dtype=torch.float32)
     (tensors, strides), numbers = _inputs(call, lse), _numbers(call)
 
-    def launch(blocks: TileSizes, constants: dict[str, Any]) -> None:
-        kernels.forward_kernel[triton.cdiv(q_len, blocks.rows), batch * heads](
+    def launch(tile: TileSizes, constants: dict[str, Any]) -> None:
+        kernels.forward_kernel[triton.cdiv(q_len, tile.rows), batch * heads](
             query, key, key if value is None else value, out, lse, entropy, *tensors, *strides, q_len, key.shape[2],
             *numbers[:2], call.dropout, _share(call.dropout), call.spec.sinks, **constants,
         )  # fmt: skip
@@ -381,20 +381,20 @@ def gradients(
     scalars = (*numbers, call.dropout, _share(call.dropout), spec.sinks)
     constants = _constants(call, d_entropy is not None)
 
-    def by_rows(blocks: TileSizes, constants: dict[str, Any]) -> None:
-        kernels.query_kernel[triton.cdiv(q_len, blocks.rows), batch * heads](
+    def by_rows(tile: TileSizes, constants: dict[str, Any]) -> None:
+        kernels.query_kernel[triton.cdiv(q_len, tile.rows), batch * heads](
             *vectors, out, d_query, d_row_scale, d_bias_scale, lse, by_row[0], delta, entropy, by_row[1],
             *tensors, *strides, *do.stride()[:3], q_len, kv_len, *scalars, HAS_DLSE=d_lse is not None, **constants,
         )  # fmt: skip
 
-    def by_columns(blocks: TileSizes, constants: dict[str, Any]) -> None:
-        index, programs = tensors[0], triton.cdiv(kv_len, blocks.columns)
-        ranges = torch.empty((index.shape[0], programs, 4), dtype=torch.int32, device=query.device)
+    def by_columns(tile: TileSizes, constants: dict[str, Any]) -> None:
+        index, count = tensors[0], triton.cdiv(kv_len, tile.columns)
+        ranges = torch.empty((index.shape[0], count, 4), dtype=torch.int32, device=query.device)
         stride, mapped = _strides(index)[0], spec.gain is not None
-        kernels.ranges_kernel[programs, len(ranges)](
-            index, ranges, stride, q_len, kv_len, spec.sinks, MAP=mapped, ROWS=blocks.rows, COLUMNS=blocks.columns, CHUNK=1024
+        kernels.ranges_kernel[count, len(ranges)](
+            index, ranges, stride, q_len, kv_len, spec.sinks, MAP=mapped, ROWS=tile.rows, COLUMNS=tile.columns, CHUNK=1024
         )
-        kernels.key_kernel[programs, batch * kv_heads](
+        kernels.key_kernel[count, batch * kv_heads](
             *vectors, d_key, d_value, ranges, lse, delta, entropy, by_row[1], *tensors, *strides, *do.stride()[:3],
             _strides(ranges)[0], q_len, kv_len, *scalars, **constants,
         )  # fmt: skip
