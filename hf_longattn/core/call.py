@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
@@ -56,6 +57,12 @@ class Call:
     method_id: Hashable = None
     keep: Keep | None = None
     output: Tensor = field(default=None, repr=False)  # type: ignore[assignment]
+
+    def under(self, config: LongAttnConfig) -> Call:
+        """The call under another config, without learned parts: of a call with `method_id`, to replace `config` alone would
+        find the plans of the old one.
+        """
+        return dataclasses.replace(self, config=config, learned=None, method_id=None, keep=None)
 
     @property
     def kv_len(self) -> int:

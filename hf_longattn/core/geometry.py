@@ -41,7 +41,7 @@ class Columns(NamedTuple):
 FAR = 1 << 32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionLayout:
     """For every query row, the interval of cache indices that it sees.
 
@@ -64,7 +64,7 @@ class AttentionLayout:
     query_axes: Tensor | None = None
     key_axes: Tensor | None = None
     # what `once` keeps; init=False: `dataclasses.replace` begins with none, since other rows have other facts
-    _known: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def on(self, device: torch.device) -> AttentionLayout:
         """Move the rows to a device; one copy for all layers."""

@@ -31,7 +31,7 @@ Computation: TypeAlias = Callable[[Tensor, Tensor, Tensor, float | Tensor | None
 
 
 #: Plans that are kept for the rows of a pass: tables by head are as large as a layer's logits.
-PLANS = 4
+MOST_PLANS = 4
 
 
 def plans(rows: AttentionLayout) -> dict[Hashable, AttentionPlan]:

@@ -83,7 +83,7 @@ class RotationDelta(NamedTuple):
         remap: from positions to those shown (see `slots.base.Remap`).
         spectrum: from the model's frequencies to those that these are shown at, and a factor; None: the model's.
         name: identifies remap and spectrum in tables, where angles are kept.
-        interval: the first of its method's intervals that is turned so.
+        interval: the number of the first of its method's intervals that is turned alike, by which kept keys are shared.
     """
 
     rotation: Rotation | None
@@ -94,7 +94,7 @@ class RotationDelta(NamedTuple):
 
     @property
     def known_rotation(self) -> Rotation:
-        """The rotation; ValueError without one."""
+        """`rotation`; ValueError where the caller gave none."""
         if self.rotation is None:
             raise ValueError(
                 "a remap of rotary distances needs rotation=hf_longattn.Rotation(inv_freq): the model's frequencies"

@@ -19,7 +19,7 @@ from ..core.plan import AttentionPlan, plan_key, plans
 from ..core.reference import dense_attention
 from ..core.rotated_keys import Keep
 from ..slots.learned import learned_parts
-from .arguments import HARMLESS, IN_PAGES, check_arguments
+from .arguments import HARMLESS, HARMLESS_IN_PAGES, check_arguments
 from .caches import is_paged
 from .engines import ulysses
 from .engines.heads import of_these_heads
@@ -30,7 +30,7 @@ from .positions import rows_under
 from .rotated_key_cache import kept_keys
 from .unmodified import run_function, unmodified
 
-_IN_PARTS = (
+_PICTURES_IN_PARTS = (
     "tokens at several positions each, as those of pictures are in a model with M-RoPE, are read by a remap of rotary "
     "distances in whole sequences: not in paged caches, and not split over processes"
 )
@@ -63,9 +63,9 @@ def attention_forward(
     exchanged = attention_mask is None and not paged and ulysses.is_exchanged(layer_call, query, key)
     split = exchanged or plan.state.group is not None
     if forward_pass is not None and forward_pass.axes is not None and (split or paged):
-        raise NotImplementedError(_IN_PARTS)
+        raise NotImplementedError(_PICTURES_IN_PARTS)
     if plan.config is not None or split:
-        check_arguments(layer_call, IN_PAGES if paged else HARMLESS)
+        check_arguments(layer_call, HARMLESS_IN_PAGES if paged else HARMLESS)
     if split:
         out = ulysses.whole_sequence(layer_call, query, key, value, _over_rows), None
     elif paged:
@@ -100,7 +100,9 @@ def _over_mask(
     several = layer_call.forward_pass is not None and layer_call.forward_pass.axes is not None
     if base is not None and not weights and not several and context.changes_nothing(layer_call.plan.identity_below):
         return run_function(base.function(layer_call.module), layer_call, query, key, value, base.mask)
-    return _attend(layer_call, query, key, value, rows, None if weights or layer_call.traced else plans(rows), weights)
+    if context.plans is None and not layer_call.traced:
+        context.plans = plans(rows)
+    return _attend(layer_call, query, key, value, rows, None if weights else context.plans, weights)
 
 
 def _attend(

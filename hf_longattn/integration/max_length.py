@@ -37,7 +37,7 @@ def announce(view: View, length: int | None) -> None:
         if generation is not None and before is not None and ends in named_lengths(c).values():
             generation.max_length = ends = before
         vars(c).update(kept)
-    if length is None or turns_by(configs[0], length):
+    if length is None or length_changes_rotation(configs[0], length):
         return
     for c in configs:
         if less := {name: n for name, n in named_lengths(c).items() if n < length}:
@@ -69,7 +69,7 @@ def _configs(view: View) -> list[Any]:
     return distinct([text, *view.method_configs, whole])
 
 
-def turns_by(config: Any, length: int) -> bool:
+def length_changes_rotation(config: Any, length: int) -> bool:
     """Tell whether a text config's model would rotate or place tokens otherwise, if the config named `length`."""
     settings = getattr(config, "rope_parameters", None) or {}
     nested = {kind: x for kind, x in settings.items() if isinstance(x, Mapping)}

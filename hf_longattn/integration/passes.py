@@ -74,8 +74,8 @@ class ForwardContext:
         probed: plans that modules run in place of their own, where rotations are verified.
         axes: under a remap, the call's positions if tokens or cached keys have several each (M-RoPE): int64
             (axes, batch or 1, q_len); None: one each.
-        of_keys: the positions of the cached keys on each axis; then of all keys.
-        longest: the largest position on the first axis, and the number of tokens.
+        of_keys: with `axes`, the positions of the cached keys, (axes, batch, keys), and, from the first layer on, of all keys.
+        longest: with `axes`, the largest position on the first axis, and the number of tokens.
     """
 
     outer: ForwardContext | None
@@ -111,11 +111,12 @@ class ForwardContext:
         return position < near and tokens <= few
 
     def note(self, behind: Numbering, tokens: Numbering, sees_cache: bool) -> None:
-        """Take in what one of its masks showed.
+        """Take note of how the tokens under one of its masks are numbered.
 
         Args:
-            behind: how the tokens are numbered that come first behind cached keys, if any does.
-            tokens: how all of them are.
+            behind: the numbering of the tokens that come first behind cached keys.
+            tokens: the numbering of all tokens.
+            sees_cache: whether any token sees cached keys.
 
         Raises:
             ValueError: the cached keys were numbered otherwise.
@@ -144,7 +145,10 @@ def current_pass() -> ForwardContext | None:
 
 
 class LayerCall(NamedTuple):
-    """The arguments of one layer's call beside its tensors, and its forward pass."""
+    """One layer's call of the attention function, but for its tensors.
+
+    `more` holds the keyword arguments that `attention_forward` does not name.
+    """
 
     module: Any
     plan: LayerPlan
@@ -168,7 +172,9 @@ class LayerCall(NamedTuple):
         return {} if self.forward_pass is None else self.forward_pass.kept
 
 
-def find_pass(module: Any, mask: Tensor | None, handed: Tensor | None, traced: bool) -> tuple[ForwardContext | None, Any, Any]:
+def find_pass(
+    module: Any, mask: Tensor | None, handed: Tensor | None, traced: bool
+) -> tuple[ForwardContext | None, LayerPlan, Tensor | None]:
     """The forward pass that a layer is called in, if there is one, the layer's plan in it, and the call's position_ids.
 
     Args:

@@ -50,13 +50,13 @@ def put(view: View, config: LongAttnConfig, name: str, longer: int | None = None
     """Put a config into a model under a name: plan, check, and then write.
 
     Args:
-        longer: how long a text the model reads now, and is to read on if the config reaches so far.
+        longer: the length that the model was extended to, which stays if the config reaches so far.
 
     Returns:
         what the model runs now.
 
     Raises:
-        ValueError: the config does not fit; all that is written then is what ran before, which a transaction takes back.
+        ValueError: the config does not fit. Only what ran before has been noted then, which a transaction takes back.
     """
     if (target := view.target) is None:
         raise ValueError(no_layer(view, config))
@@ -90,10 +90,12 @@ def put(view: View, config: LongAttnConfig, name: str, longer: int | None = None
 
 
 def settle(view: View) -> None:
-    """Let a model whose layers were copied, moved or dropped, came from another one, or were put under another head, run in
-    all of them what it runs, and all its configs say so.
+    """Plan a model anew if its layers, or configs, are no longer those that its method was put into (see `is_settled`): the
+    method goes into all its layers, and into all its configs.
 
-    ValueError: that is not known, since what it runs is not the same in all layers; or they are also those of another model.
+    Raises:
+        ValueError: the config differs by layer, and layers have changed their numbers; they are also those of another model;
+            or the model runs no method, and some of its layers do.
     """
     if (config := view.running) is None:
         _refuse_strangers(view)
@@ -114,7 +116,7 @@ def settle(view: View) -> None:
 
 
 def renew(state: AttentionState, model: nn.Module) -> None:
-    """Plan a model anew whose layers are not those that were planned. ValueError: see `settle`."""
+    """`settle` for a pass, which knows the innermost model alone."""
     view = View(outermost(state, model))
     settle(view)
     state.arrange(view)

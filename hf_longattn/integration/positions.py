@@ -431,21 +431,20 @@ def _resolve(
         ValueError: the positions have no meaning, or those of cached keys are unknown.
     """
     rows = seen.rows
-    if rows.index.shape[1] == 1 and rows.allowed is None and not _several_processes():
-        fits, index, start, sees_cache, *behind = _decoding(seen, _own(seen, position_ids), forward_pass)
-        if fits:
-            return rows, (behind[0], behind[1], behind[1]), (index, start, start), sees_cache
+    one = rows.index.shape[1] == 1 and rows.allowed is None and not _several_processes()
+    if one and (numbered := _decoding(seen, _own(seen, position_ids), forward_pass)) is not None:
+        return rows, *numbered
     call = _Numbered(seen, _from_zero(seen, position_ids, forward_pass), kv_len)
     step, pair = call.p.diff(), call.next & call.real[:, 1:] & call.real[:, :-1]
     same = call.start[:, 1:] == call.start[:, :-1]
     new_document = (step > 1) & pair & ~same if rows.allowed is None else pair[:, :0]
-    whole = call.sees_cache | call.by_index | call.by_start | call.by_count | call.none_real | (not _several_processes())
-    usual = call.regular.all() & whole.all() & ~new_document.any()  # read from the device at once, with what is noted
+    unsplit = call.sees_cache | call.by_index | call.by_start | call.by_count | call.none_real | (not _several_processes())
+    usual = call.regular.all() & unsplit.all() & ~new_document.any()  # read from the device at once, with what is noted
     usual, sees_cache, *found = torch.stack([usual, call.sees_cache.any(), *call.behind, *call.all]).tolist()
     if not usual:
         if bool(new_document.any()):
             raise ValueError(_JUMP)
-        if not bool(whole.all()):
+        if not bool(unsplit.all()):
             raise ValueError(_SHARD.format(off=int(call.off.max())))
         if not bool(call.known.all()):
             raise ValueError(_UNKNOWN)
@@ -455,9 +454,12 @@ def _resolve(
     return rows, cast("Numbering", tuple(found[:3])), cast("Numbering", tuple(found[3:])), sees_cache
 
 
-def _decoding(seen: ParsedMask, p: Tensor, forward_pass: ForwardContext | None) -> list[bool]:
-    """Read the numbering of calls of one token, in few steps: as may be, by cache index, from the start; any sees keys; and of
-    those that do, by cache index, from the start."""
+def _decoding(seen: ParsedMask, p: Tensor, forward_pass: ForwardContext | None) -> tuple[Numbering, Numbering, bool] | None:
+    """What `_resolve` returns behind the rows, of calls of one token, in few steps; None: they are to be looked at closer.
+
+    Args:
+        p: the positions of the tokens, int64 (batch or 1, 1).
+    """
     index, batch = seen.rows.index, max(len(seen.rows.index), len(p))
     read = torch.cat([index[:, 0].expand(batch, -1), p.expand(batch, -1)], -1).tolist()
     held, ones = _from_one(seen, forward_pass)
@@ -466,11 +468,14 @@ def _decoding(seen: ParsedMask, p: Tensor, forward_pass: ForwardContext | None) 
     if forward_pass is not None:
         forward_pass.ones = ones
     since = FAR if ones is None else ones
-    real = [
+    real = [  # by cache index, from the start, sees no other key
         (at == own, at - (start >= since) == own - start, low == own) for own, _, start, low, high, at in read if low <= high
     ]
+    if not all(map(any, real)):
+        return None
     by_index, by_start, alone = (all(one[n] for one in real) for n in range(3))
-    return [all(map(any, real)), by_index, by_start, not alone, *(all(one[n] or one[2] for one in real) for n in range(2))]
+    behind_index, behind_start = (all(one[n] or one[2] for one in real) for n in range(2))
+    return (behind_index, behind_start, behind_start), (by_index, by_start, by_start), not alone
 
 
 def _goes_back(call: _Numbered, out: AttentionLayout, kv_len: int) -> Tensor:

@@ -437,7 +437,7 @@ def refuse_shared(view: View) -> None:
 
 
 def own_configs(view: View) -> bool:
-    """Give a model copies of the configs that it shares with another one, which is not to change with it; whether it did.
+    """Give a model copies of the configs that it shares with another one, which is not to change with it; True if it did.
 
     `LlamaForCausalLM(config)` keeps the config that it is given, so two models may be built on one.
     """

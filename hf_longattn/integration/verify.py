@@ -29,7 +29,9 @@ NOT_ROTATED = "no rotary encoding"
 
 
 def rotation_of(view: View, layers: list[Layer]) -> RotarySource | None:
-    """The rotation of layers of one type: the one that all of them run, which may be verified, else one to verify."""
+    """The rotation of layers of one type: that of their plans if all have the same, which may be verified already, else a new
+    one to verify.
+    """
     source = find_rotary(view.modules, view.target, layers[0].type)
     running = {None if (plan := plan_of(x.module)) is None else plan.rotary for x in layers}
     known = running.pop() if len(running) == 1 else None

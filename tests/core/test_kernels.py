@@ -600,6 +600,14 @@ def test_layers_share_what_is_prepared_and_it_holds_nothing_of_theirs(case: str,
     assert q_len > 1 or plan.kernel == "few"
 
 
+def test_a_call_under_another_config_takes_no_plan_of_its_own() -> None:
+    rows = AttentionLayout.causal(5, 29, None, 0, torch.device("cpu"))
+    call = Call(*inputs(h=HEADS, q=5, k=29), CASES["infoscale"].for_layer(0), rows, 0.7, method_id="infoscale")
+    under, plain = attend(call), hf_longattn.LongAttnConfig()
+    close(attend(call.under(plain)), attend(dataclasses.replace(call.under(plain), backend="reference")), 1e-10)
+    assert not torch.equal(under, attend(call.under(plain)))
+
+
 class _ByKeys(Score):
     """scaling = 1 / (1 + mean |k|), which is another one in each layer."""
 

@@ -29,16 +29,17 @@ KEYS = 1 << 9
 
 
 class SeenSegment(NamedTuple):
-    """A segment's keys, as they are seen by any row of a call.
+    """The keys of a segment that some row sees.
 
     Args:
-        columns: of all keys that a call computes.
-        own: bool (batch or 1, heads or 1, q_len, keys), those of them that are the row's; None: all.
-        turn: (batch or 1, key heads or 1, q_len, head_dim, head_dim), what queries are multiplied by; None: they stay. Under
-            `angles` beside it what gives the sine part, (..., 2 head_dim).
-        angles: of keys (see `RotationDelta.by_feature`), (batch or 1, key heads or 1, keys, head_dim); None: they stay.
-        beyond: the same, of keys behind them too.
-        interval: those of segments with the same number are turned alike.
+        columns: theirs, counted from the first column that the call computes.
+        own: bool (batch or 1, heads or 1, q_len, keys), which of them each row sees; None: all.
+        turn: the matrix that queries are multiplied by, (batch or 1, key heads or 1, q_len, head_dim, head_dim); None: queries
+            are not turned. With `angles` its last dimension is 2 head_dim: the query to meet c k, and the one to meet s k.
+        angles: c and s of keys (see `RotationDelta.by_feature`), each (batch or 1, key heads or 1, keys, head_dim); None: keys
+            are not turned.
+        beyond: `angles` with those of up to AHEAD keys more, which are turned with these where rotated keys are kept.
+        interval: see `RotationDelta`; the keys of segments with one number are turned alike.
     """
 
     columns: slice
