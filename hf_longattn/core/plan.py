@@ -161,7 +161,7 @@ class AttentionPlan:
 
     Args:
         query, key, value: (batch, heads, q_len, head_dim), and (batch, kv_heads, kv_len, ...) twice.
-        rows: which keys each query sees, and how far away they are.
+        rows: which keys each query sees, and how far away they are; like segments, there until a kernel is chosen.
         segments: disjoint; together they hold all keys that are seen, and more that are not.
         logits: how products become logits, but for the factors of rows.
         fold: from query and key to query, key and scaling of a score of its own; None: it is scaling q . k.

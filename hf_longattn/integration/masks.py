@@ -183,14 +183,14 @@ def layout_mask(
     windowed = local_size is not None and local_size == getattr(config, "sliding_window", None)
     sliced = bool(getattr(config, "num_kv_shared_layers", 0))
     pairs = functools.partial(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], **kwargs | {"allow_is_causal_skip": False}, config=config)
-    at_hand = _on_host(shared)
-    layout = _intervals(sliced, **(at_hand or shared))
+    on_host = _on_host(shared)
+    layout = _intervals(sliced, **(on_host or shared))
     if layout is None:
-        if at_hand is not None and (q_length > FEW_QUERIES or not _knows_no_tensor(mask_function)):  # a graph's lengths vary
-            at_hand = None
-        given = at_hand or shared
+        if on_host is not None and (q_length > FEW_QUERIES or not _knows_no_tensor(mask_function)):  # a graph's lengths vary
+            on_host = None
+        given = on_host or shared
         layout = _pairs(functools.partial(pairs, **given), windowed, **given)
-    host = None if at_hand is None else layout
+    host = None if on_host is None else layout
     layout = sent(layout, torch.device(device))
     if readable(layout):
         static = {k: x.clone() for k, x in shared.items() if k.endswith("offset") and isinstance(x, Tensor)}  # caches count on

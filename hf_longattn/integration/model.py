@@ -26,7 +26,7 @@ from .names import before, is_longattn_name, name_for, raw_section
 from .offload import is_empty
 from .parameters import attach
 from .planning import put, settle
-from .saved_method import follow, method_in
+from .saved_method import method_in, record_in_adapters
 from .state import LayerPlan, is_settled, plan_of, release, set_plan, transaction, without_method
 from .trained_length import Trained, published, recorded
 
@@ -111,7 +111,7 @@ def change(model: nn.Module, waits: bool = False) -> Iterator[View]:
         yield view
         config = view.running
         announce(view, None if config is None else config.extended_to)
-        follow(view, config)
+        record_in_adapters(view, config)
         if view.adapters and any(isinstance(container_of(x.module), LearnedParts) for x in view.layers):
             warn(
                 "the method's learned parameters came after the adapter, which will not save them: apply the method first, "

@@ -18,7 +18,7 @@ from .offload import device_of, dtype_of, held, keep_learned
 from .state import plan_of
 
 
-def bring(view: View, facts: ModelFacts) -> None:
+def attach_learned_parts(view: View, facts: ModelFacts) -> None:
     """Give the layers of a model the learned parts of what they are planned to run."""
     for layer in view.of_target:
         config = plan.config if (plan := plan_of(layer.module)) is not None else None

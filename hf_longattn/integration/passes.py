@@ -19,11 +19,12 @@ from transformers import Cache
 from ..config import LongAttnConfig
 from ..core.tracing import assert_later, readable
 from .caches import Numbering, cache_in, record_of, values_of
+from .gate import at_gate
 from .internals import frame_above, get_implementation, is_compiled, is_running
 from .layers import View
 from .names import raw_section
 from .rotated_key_cache import drop_other_keys
-from .state import AttentionState, LayerPlan, at_gate, model_of, plan_of, refuse_abroad
+from .state import AttentionState, LayerPlan, model_of, plan_of, refuse_abroad
 
 _AXES = "this call's tokens are at several positions each, as those of pictures are in a model with M-RoPE, and "
 COMPILED = _AXES + "a remap of rotary distances reads them where nothing is compiled: call without torch.compile"

@@ -15,7 +15,7 @@ from .layers import Layer, View
 from .masks import refuse_both_ways
 from .model_facts import facts_of
 from .names import is_longattn_name, name_for, parsed_config, raw_section, short
-from .parameters import bring
+from .parameters import attach_learned_parts
 from .passes import hook_passes
 from .saved_method import by_number, refuse_kind
 from .state import (
@@ -83,7 +83,7 @@ def put(view: View, config: LongAttnConfig, name: str, longer: int | None = None
     unverified = any(plan.rotary is not None and not plan.rotary.verified for plan in plans.values())
     state.unverified, state.by_axis, state.renew = verify_at_first_call if unverified else None, verify_axes, renew
     track_model(view.model)
-    bring(view, facts)
+    attach_learned_parts(view, facts)
     guard(view, state)
     hook_passes(view, state)
     return bound

@@ -5,6 +5,10 @@ Those of earlier tokens, whose keys come out of the KV cache, are not: they coun
 from the start of the text, or as the 2-D mask does (generate's cumsum - 1, which skips padding inside a text). The call's own
 first token tells which; one that fits none is refused, and so is one that fits otherwise than the calls before it did, of
 which the cache keeps a note.
+
+`rows_under` is asked by each layer. It reads the mask (`masks.read_mask`), and `_with_positions` gives its rows the positions:
+`_decoding` for one token in few steps, `_Numbered` beside cache indices for any call, `_traced` inside graphs, `_by_axis` for
+pictures.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def record(adapter: Any, model: PreTrainedModel, runs: LongAttnConfig | None) ->
         adapter.modules_to_save = sorted(x for x in kept if x.rpartition(".")[2] != LEARNED) or None
 
 
-def follow(view: View, runs: LongAttnConfig | None) -> None:
+def record_in_adapters(view: View, runs: LongAttnConfig | None) -> None:
     """Let all adapters of a model record what it runs now."""
     model = view.model
     configs = vars(model).get("peft_config") or {}

@@ -20,14 +20,12 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import os
 import threading
-import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +36,7 @@ from ..config import LongAttnConfig
 from ..core.call import Call
 from ..core.tables import TableCache
 from .device_checks import Claims
+from .gate import at_gate, gate_of, share_gate
 from .internals import HOOKS, IMPLEMENTATION, buffers_of, children_of, get_implementation, is_replica, set_implementation
 from .layers import View, pretrained
 from .max_length import announce
@@ -108,7 +107,7 @@ class AttentionState:
             set_record(c, section=config)
         self.whole_config = config
         self.layers = tuple(x.index for x in view.candidates)
-        _GATES.setdefault(self, gate_of(view.model))  # at which the change that puts it there stands
+        share_gate(self, view.model)
         vars(view.inner)["_longattn"] = self
         value = config.strength
         if value is None:
@@ -272,60 +271,6 @@ def snapshot(view: View) -> Callable[..., None]:
 
 #: The names of those entries that decide how calls are computed.
 CALLS = (IMPLEMENTATION, "_longattn", "whole_config", "strength")
-
-
-@dataclass(eq=False)
-class Gate:
-    """What keeps the changes of a model and its forward passes apart: passes begin, and changes are made, under one lock.
-
-    Args:
-        lock: held by a pass as it begins, and by a change to its end. Nests.
-        begun: the `ForwardContext` of each pass that began, weakly: one that a thread left behind when it died is over.
-    """
-
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    begun: list[ref[Any]] = field(default_factory=list)
-
-    @property
-    def running(self) -> list[Any]:
-        """The passes that have not ended."""
-        return [forward_pass for one in self.begun if (forward_pass := one()) is not None and forward_pass.runs]
-
-    @property
-    def runs_here(self) -> bool:
-        """True: one of them is this thread's, which a change would wait for in vain."""
-        return any(forward_pass.thread == threading.get_ident() for forward_pass in self.running)
-
-    def let_in(self, forward_pass: Any) -> None:
-        """Note a pass that begins, and forget those that are over."""
-        self.begun[:] = map(ref, [*self.running, forward_pass])
-
-    def wait(self) -> None:
-        """Wait for the passes of other threads; none begins meanwhile, since this one holds the lock."""
-        while self.running and not self.runs_here:
-            time.sleep(1e-3)
-
-
-#: By state, or by model where no method came yet.
-_GATES: WeakKeyDictionary[Any, Gate] = WeakKeyDictionary()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_GATES.clear)  # there are no other threads, whatever they were doing
-
-
-def gate_of(of: Any) -> Gate:
-    """Return the gate of a state, or of a model without one."""
-    return _GATES.setdefault(of, Gate())
-
-
-@contextmanager
-def at_gate(of: Callable[[], Any]) -> Iterator[Gate]:
-    """Hold the gate of what a function returns: another state, where a change put one there while this thread waited."""
-    while True:
-        gate = gate_of(of())
-        with gate.lock:
-            if gate_of(of()) is gate:
-                yield gate
-                return
 
 
 def _refused(base: nn.Module) -> RuntimeError:

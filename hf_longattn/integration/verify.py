@@ -16,12 +16,13 @@ from ..config import LongAttnConfig
 from ..core.call import Call
 from ..core.tracing import readable
 from ..user_warnings import warn
+from .gate import gate_of
 from .internals import get_implementation, has_hook
 from .layers import Layer, View
 from .names import is_longattn_name
 from .passes import is_probing, probing
 from .rotation import FAR_APART, PROBE, Convention, RotarySource, find_axes, find_convention, find_rotary
-from .state import AttentionState, LayerPlan, gate_of, plan_of, set_plan
+from .state import AttentionState, LayerPlan, plan_of, set_plan
 from .trained_length import CHANGING
 
 #: Why a layer is not remapped, or left alone where nothing else changes it.

@@ -77,4 +77,6 @@ def test_half_precision_reads_turned_keys_by_the_fused_kernel(
     want, _ = dense_attention(Call(*wide, config, seen, 0.25, **model))
     close(got.double(), want, 0.02)
     if name != "string_remap":
-        assert few_cpu.FewOnCPU(lower(Call(query, key, value, config, seen, 0.25, backend="tiled", **model))).by is None
+        assert (
+            few_cpu.FewOnCPU(lower(Call(query, key, value, config, seen, 0.25, backend="tiled", **model))).kept_under is None
+        )
