@@ -80,7 +80,7 @@ class LogitSpec:
         gain, bias: (heads or 1, length) by distance; both or neither; length must exceed every distance.
         row_scale, bias_scale: x and y, (batch, heads, q_len), differentiable; None is 1.
         sinks: the keys at the first positions of a sequence that have gain 1 and bias 0.
-        far: int64 without a dimension, the distance from which on the tables are smooth (see `triton`); None: not known.
+        polynomials: gain and bias as polynomials of the distance, as `triton._fits` makes them; None: they are looked up.
     """
 
     scaling: float
@@ -90,7 +90,7 @@ class LogitSpec:
     row_scale: Tensor | None = None
     bias_scale: Tensor | None = None
     sinks: int = 0
-    far: Tensor | None = None
+    polynomials: Tensor | None = None
     # init=False: `dataclasses.replace` begins with none, since a score of its own has another scaling in each layer
     _sharpened: dict[float, LogitSpec] = field(default_factory=dict, init=False, repr=False)
 

@@ -36,7 +36,7 @@ Gradients: TypeAlias = dict[str, Tensor]
 
 
 class TiledCall:
-    """A call in computing dtype and block order: what all its tiles share.
+    """A call in the dtype that it is computed in: what all its tiles share. Iterated over, its blocks.
 
     Args:
         half: probabilities are rounded to the values' dtype.
@@ -111,6 +111,7 @@ class TiledCall:
         return self.buffers[name][:numel].view(shape)
 
     def __iter__(self) -> Iterator[Tile]:
+        """The blocks in which some row sees a key."""
         number = 0
         for b in range(self.batch):
             bounds = [_bounds(rows, self.kv_len) for rows in self.bounds[b].split(self.rows_at_once)]
@@ -124,10 +125,6 @@ class TiledCall:
                     number += 1 + self.kv_len // self.columns_at_once  # one for each of its tiles
                     if c0 < c1:
                         yield Tile(self, number, b, h, r0, r1, c0, c1, own)
-
-    def products(self, tile: Tile, out: Tensor) -> None:
-        """S of a tile, (heads, group * rows, columns)."""
-        torch.bmm(tile.query, tile.key.transpose(1, 2), out=out)
 
     def attend(self) -> tuple[Tensor, Tensor, Tensor]:
         """Output, logsumexp and entropy, as `kernel.Result` defines them; the logsumexp also of rows in tiles."""
@@ -283,7 +280,7 @@ class Tile:
     def scores(self) -> Tensor:
         """C(S), (heads, group, rows, columns)."""
         s, softcap = self.tiled.buffer("logits", *self.flat, self.shape[3]), self.tiled.spec.softcap
-        self.tiled.products(self, s)
+        torch.bmm(self.query, self.key.transpose(1, 2), out=s)
         if softcap:
             s.div_(softcap).tanh_().mul_(softcap)
         return s.view(self.shape)

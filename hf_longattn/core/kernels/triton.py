@@ -54,7 +54,7 @@ def run(call: KernelCall) -> Result:
     smooth = rows.key_ids is None and rows.allowed is None
     if gain is not None and bias is not None and smooth and gain.shape[-1] >= call.kv_len + query.shape[2] + MARGIN:
         fits = _fits if torch.compiler.is_compiling() else _cached_fits
-        spec = dataclasses.replace(spec, far=fits(gain, bias, query.dtype != torch.float32))
+        spec = dataclasses.replace(spec, polynomials=fits(gain, bias, query.dtype != torch.float32))
     seed = torch.randint(1 << 62, (), device=query.device) if call.dropout else None
     rows = AttentionLayout(rows.index, rows.allowed, rows.query_ids, rows.key_ids)
     return _run(call._replace(rows=rows, spec=spec, seed=seed))
@@ -282,7 +282,7 @@ def _constants(call: KernelCall, entropy: bool) -> dict[str, Any]:
         "DROPOUT": call.dropout > 0,
         "VALUE": value is not None,
         "ENTROPY": entropy,
-        "DEGREES": 0 if checked or (mapped and spec.far is None) else DEGREES if mapped else 1,
+        "DEGREES": 0 if checked or (mapped and spec.polynomials is None) else DEGREES if mapped else 1,
         "D": head_dim,
         "DP": max(16, triton.next_power_of_2(head_dim)),
         "E": value_dim,
@@ -296,7 +296,7 @@ def _inputs(call: KernelCall, unused: Tensor) -> tuple[list[Any], list[Any]]:
     query, key, value, rows, spec = call.query, call.key, call.value, call.rows, call.spec
     ids = (rows.query_ids, rows.key_ids) if spec.gain is not None else (None, None)
     scales = (None if x is None else x.expand(query.shape[:3]).float().contiguous() for x in (spec.row_scale, spec.bias_scale))
-    tables = [None if x is None else x.float().contiguous() for x in (spec.gain, spec.bias, spec.far)]
+    tables = [None if x is None else x.float().contiguous() for x in (spec.gain, spec.bias, spec.polynomials)]
     places = [None if x is None else x.contiguous() for x in ids]
     tensors = [rows.index, *tables, *scales, rows.allowed, *places, call.seed]
     strides = [s for x in (query, key, value) for s in ((0, 0, 0) if x is None else x.stride()[:3])]
@@ -309,7 +309,7 @@ def _strides(x: Tensor | None) -> list[int]:
     return [0] * 4 if x is None else [s if n > 1 else 0 for s, n in zip(x.stride(), x.shape, strict=True)]
 
 
-def _numbers(call: KernelCall) -> tuple[float, float, float]:
+def _factors(call: KernelCall) -> tuple[float, float, float]:
     """Factors from products to logits in units of ln 2, and back for gradients; see `triton_kernels._logits`."""
     scaling, cap = call.spec.scaling, call.spec.softcap
     factor = (math.copysign(cap, scaling) if cap else scaling) * math.log2(math.e)
@@ -318,7 +318,7 @@ def _numbers(call: KernelCall) -> tuple[float, float, float]:
     return factor, bend, back
 
 
-def _dense(call: KernelCall) -> KernelCall:
+def _contiguous(call: KernelCall) -> KernelCall:
     """Make the call's vectors, and its index, lie in one piece."""
     vectors = {n: x if x is None or x.stride(-1) == 1 else x.contiguous() for n, x in call._asdict().items() if n in _VECTORS}
     index = call.rows.index
@@ -338,13 +338,13 @@ def _share(dropout: float) -> float:
 
 
 def _forward(call: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
-    call = _dense(call)
+    call = _contiguous(call)
     query, key, value = call.query, call.key, call.value
     batch, heads, q_len, _ = query.shape
     out = query.new_empty((0,) if value is None else (batch, heads, q_len, value.shape[-1]))
     lse = query.new_empty((batch, heads, q_len), dtype=torch.float32)
     entropy = query.new_empty((batch, heads, q_len) if call.with_entropy else (0,), dtype=torch.float32)
-    (tensors, strides), numbers = _inputs(call, lse), _numbers(call)
+    (tensors, strides), numbers = _inputs(call, lse), _factors(call)
 
     def launch(tile: TileSizes, constants: dict[str, Any]) -> None:
         kernels.forward_kernel[triton.cdiv(q_len, tile.rows), batch * heads](
@@ -363,7 +363,7 @@ def _forward(call: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
 def gradients(
     call: KernelCall, d_out: Tensor, d_lse: Tensor | None, d_entropy: Tensor | None, out: Tensor, lse: Tensor, entropy: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    call = _dense(call)
+    call = _contiguous(call)
     query, key, value, spec = call.query, call.key, call.value, call.spec
     batch, heads, q_len, _ = query.shape
     kv_heads, kv_len = key.shape[1:3]
@@ -376,7 +376,7 @@ def gradients(
     do = query if value is None else d_out.to(query.dtype)
     do = do if do.stride(-1) == 1 else do.contiguous()
     by_row = [lse if x is None else x.float().contiguous() for x in (d_lse, d_entropy)]
-    (tensors, strides), numbers = _inputs(call, lse), _numbers(call)
+    (tensors, strides), numbers = _inputs(call, lse), _factors(call)
     vectors = (query, key, key if value is None else value, do)
     scalars = (*numbers, call.dropout, _share(call.dropout), spec.sinks)
     constants = _constants(call, d_entropy is not None)
