@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +41,8 @@ class RotarySource:
     convention: Convention | None = None  # once it is verified
     still: bool = False
     axis: tuple[int, ...] | None = None
-    _seen: tuple[Tensor, Hashable, Rotation] | None = None
+    # the last rotation, and the frequencies that it was made of; init=False: `dataclasses.replace` begins without
+    _seen: tuple[Tensor, Hashable, Rotation] | None = field(default=None, init=False)
 
     @property
     def verified(self) -> bool:
