@@ -216,12 +216,13 @@ def _continued(seen: ParsedMask, position_ids: Tensor, kv_len: int, forward_pass
     numbering, q_len = record_of(forward_pass.cache).get("numbering"), rows.index.shape[1]
     if not numbering or not any(numbering) or q_len > FEW_QUERIES or position_ids.shape[1:] != (q_len,):
         return None
+    by_index, by_start, _ = numbering
     query, key_start, start, _, _ = rows.columns
     begins = record_of(forward_pass.cache).get("ones") is not None or bool((start >= seen.first).any())
     if begins or not bool(rows.tokens(kv_len).all()):
         return None
-    if counted is None or numbering[0] or numbering[1]:
-        return query if numbering[0] else query - start
+    if counted is None or by_index or by_start:
+        return query if by_index else query - start
     return counted.gather(1, (query - key_start).expand(len(counted), -1))
 
 
@@ -324,29 +325,34 @@ def _own(seen: ParsedMask, position_ids: Tensor) -> Tensor:
 
 
 class _Numbered:
-    """The position_ids of a call beside its cache indices: p, cache_index and start (batch, q_len), keys (batch, kv_len)."""
+    """The position_ids of a call beside its cache indices, from which follows how its tokens are numbered.
+
+    Of each query, (batch, q_len): its position and cache_index; start, the cache index where its sequence starts; origin, the
+    position there; real, whether it is no padding. Of the first real token, (batch, 1): offset, its position less its cache
+    index; text_start, its start; by_index, by_start, by_count, whether it is numbered so. keys: the cache indices of keys,
+    (batch, kv_len); first: that of the call's first token, (batch, 1).
+    """
 
     def __init__(self, seen: ParsedMask, position_ids: Tensor, kv_len: int) -> None:
         rows, counted, first = seen
         index = rows.index
         batch = max(index.shape[0], position_ids.shape[0])
-        self.rows, self.counted, self.p = rows, counted, _own(seen, position_ids).expand(batch, -1)
+        self.rows, self.counted, self.position = rows, counted, _own(seen, position_ids).expand(batch, -1)
         self.tokens = position_ids.to(index.device).expand(batch, -1)  # of the whole call
         index = index.expand(batch, -1, -1)
         self.cache_index, _, self.start, _, _ = Columns(*index.unbind(-1))
         self.first = first.expand(batch, -1)
         self.keys = rows.key_indices(kv_len)[:, 0].expand(batch, -1)
         self.real = rows.tokens(kv_len).expand(batch, -1)  # padding may be at any position
-        self.none_real = ~self.real.any(-1, keepdim=True)
-        # the first token of the call that is none, and how far its position is from its cache index
-        which = self.real.int().argmax(-1, keepdim=True)
-        self.off = (self.p - self.cache_index).gather(1, which)
-        self.lead = self.start.gather(1, which)
-        self.by_index, self.by_start = self.off == 0, self.off == -self.lead
+        self.all_padding = ~self.real.any(-1, keepdim=True)
+        which = self.real.int().argmax(-1, keepdim=True)  # the first real token
+        self.offset = (self.position - self.cache_index).gather(1, which)
+        self.text_start = self.start.gather(1, which)
+        self.by_index, self.by_start = self.offset == 0, self.offset == -self.text_start
         self.by_count = torch.zeros_like(self.by_index)
         if counted is not None:
             column = (self.cache_index.gather(1, which) - self.keys[:, :1]).clamp(0, kv_len - 1)
-            self.by_count = counted.expand(batch, -1).gather(1, column) == self.p.gather(1, which)
+            self.by_count = counted.expand(batch, -1).gather(1, column) == self.position.gather(1, which)
         self.sees_cache, self.origin = self._sees_cache(), self._origin()
 
     def _sees_cache(self) -> Tensor:
@@ -360,13 +366,13 @@ class _Numbered:
     @property
     def known(self) -> Tensor:
         """True where the positions of all visible keys are known, (batch, 1)."""
-        return self.by_index | self.by_start | self.by_count | self.none_real | ~self.sees_cache
+        return self.by_index | self.by_start | self.by_count | self.all_padding | ~self.sees_cache
 
     @property
     def regular(self) -> Tensor:
         """True where all positions differ as cache indices do, (batch, 1)."""
-        even = ((self.p - self.origin == self.cache_index - self.start) | ~self.real).all(-1, keepdim=True)
-        return self.none_real | (even & (self.by_index | self.by_start | ~self.sees_cache))
+        even = ((self.position - self.origin == self.cache_index - self.start) | ~self.real).all(-1, keepdim=True)
+        return self.all_padding | (even & (self.by_index | self.by_start | ~self.sees_cache))
 
     @property
     def behind(self) -> list[Tensor]:
@@ -382,7 +388,7 @@ class _Numbered:
         if self.counted is not None:
             column = (self.cache_index - self.keys[:, :1]).clamp(0, self.keys.shape[1] - 1)
             count = self.counted.expand(len(column), -1).gather(1, column)
-        return [((self.p == at) | ~self.real).all() for at in (self.cache_index, from_start, count)]
+        return [((self.position == at) | ~self.real).all() for at in (self.cache_index, from_start, count)]
 
     @property
     def next(self) -> Tensor:
@@ -391,7 +397,7 @@ class _Numbered:
 
     def _origin(self) -> Tensor:
         """The position at which each token's sequence starts, at a token of this call or at a cached one, (batch, q_len)."""
-        cached = torch.where(self.by_index, self.lead, 0)
+        cached = torch.where(self.by_index, self.text_start, 0)
         inside = (self.start - self.first).clamp(0, self.tokens.shape[1] - 1)
         return torch.where(self.start >= self.first, self.tokens.gather(1, inside), cached)
 
@@ -399,7 +405,7 @@ class _Numbered:
     def cached(self) -> Tensor:
         """The positions of keys that are in the cache, (batch, kv_len)."""
         counted = self.keys if self.counted is None else self.counted
-        return torch.where(self.by_index, self.keys, torch.where(self.by_start, self.keys - self.lead, counted))
+        return torch.where(self.by_index, self.keys, torch.where(self.by_start, self.keys - self.text_start, counted))
 
     def explicit(self) -> AttentionLayout:
         """The rows with positions written out, counted from the start of each sequence."""
@@ -407,7 +413,7 @@ class _Numbered:
         own = (self.keys >= self.first) & (self.keys < self.first + tokens)
         column = (self.keys - self.first).clamp(0, tokens - 1)
         keys = torch.where(own, self.tokens.gather(1, column), self.cached)
-        if tokens == self.p.shape[1]:
+        if tokens == self.position.shape[1]:
             row = torch.where(own, column, 0)
         else:  # of the rows that are left, the last one whose sequence starts no later
             row = (torch.searchsorted(self.start.contiguous(), self.keys.contiguous(), right=True) - 1).clamp(min=0)
@@ -415,12 +421,12 @@ class _Numbered:
         keys = (keys - start).clamp(min=0)
         if self.rows.hides_tokens:  # hidden ones take the position before theirs: then they never fall
             keys = keys.where(self.real, 0).cummax(-1).values
-        return self.rows.at((self.p - self.origin).clamp(min=0), keys)
+        return self.rows.at((self.position - self.origin).clamp(min=0), keys)
 
     @property
     def falls(self) -> Tensor:
         """True where a token of a call without a cache stands not after all visible ones before it, (batch, q_len)."""
-        p = (self.p - self.origin).where(self.real, -1)
+        p = (self.position - self.origin).where(self.real, -1)
         before = torch.nn.functional.pad(p.cummax(-1).values, (1, 0), value=-1)[:, : p.shape[1]]
         return (p <= before) & self.real
 
@@ -439,17 +445,17 @@ def _resolve(
     if one and (numbered := _decoding(seen, _own(seen, position_ids), forward_pass)) is not None:
         return rows, *numbered
     call = _Numbered(seen, _from_zero(seen, position_ids, forward_pass), kv_len)
-    step, pair = call.p.diff(), call.next & call.real[:, 1:] & call.real[:, :-1]
+    step, pair = call.position.diff(), call.next & call.real[:, 1:] & call.real[:, :-1]
     same = call.start[:, 1:] == call.start[:, :-1]
     new_document = (step > 1) & pair & ~same if rows.allowed is None else pair[:, :0]
-    unsplit = call.sees_cache | call.by_index | call.by_start | call.by_count | call.none_real | (not _several_processes())
+    unsplit = call.sees_cache | call.by_index | call.by_start | call.by_count | call.all_padding | (not _several_processes())
     usual = call.regular.all() & unsplit.all() & ~new_document.any()  # read from the device at once, with what is noted
     usual, sees_cache, *found = torch.stack([usual, call.sees_cache.any(), *call.behind, *call.all]).tolist()
     if not usual:
         if bool(new_document.any()):
             raise ValueError(_JUMP)
         if not bool(unsplit.all()):
-            raise ValueError(_SHARD.format(off=int(call.off.max())))
+            raise ValueError(_SHARD.format(off=int(call.offset.max())))
         if not bool(call.known.all()):
             raise ValueError(_UNKNOWN)
         rows = call.explicit()
@@ -487,7 +493,7 @@ def _goes_back(call: _Numbered, out: AttentionLayout, kv_len: int) -> Tensor:
     rows = call.rows
     if rows.allowed is None:
         same = call.start[:, 1:] == call.start[:, :-1]
-        return (call.p.diff() <= 0) & call.next & call.real[:, 1:] & call.real[:, :-1] & same
+        return (call.position.diff() <= 0) & call.next & call.real[:, 1:] & call.real[:, :-1] & same
     if rows.hides_tokens:
         return call.falls
     assert out.query_ids is not None
