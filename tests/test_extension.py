@@ -629,7 +629,7 @@ SAYS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 
 def says(m: Any) -> dict[str, int]:
     """What a model's configs say of the longest text."""
-    return trained_length.said(language_config(m.config)) | {"generation": m.generation_config.max_length or 0}
+    return trained_length.named_lengths(language_config(m.config)) | {"generation": m.generation_config.max_length or 0}
 
 
 def longer(name: str, folder: Path, **how: Any) -> Any:

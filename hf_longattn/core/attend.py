@@ -14,13 +14,14 @@ from .geometry import AttentionLayout, check_mask, check_positions, check_shapes
 from .kernels import few
 from .kernels.kernel import Kernel, KernelFailure
 from .lower import lower
-from .plan import PLANS, AttentionPlan, plan_key, plans
+from .plan import MOST_PLANS, AttentionPlan, plan_key, plans
 from .reference import dense_attention
 from .rotary import Rotation
 from .stages import finish
 from .tracing import readable, shareable
 
-#: Every kernel by its name, in the order in which "auto" asks them; the first is for few queries, and no backend.
+#: Every kernel by its name, in the order in which "auto" asks them: few, which is no backend, then those between "auto" and
+#: "reference" in `config.BACKENDS`, each the file of its name.
 KERNELS: dict[str, Kernel] = {"few": few.KERNEL}
 KERNELS |= {name: import_module(f".kernels.{name}", __package__).KERNEL for name in BACKENDS[1:-1]}
 
@@ -110,12 +111,12 @@ def plan_of(call: Call) -> AttentionPlan:
     """
     if not shareable(call.query) or call.strength is not None:
         return chosen(lower(call))
-    kind = (call.config, call.rotation, call.asked) if call.kind is None else call.kind
+    method_id = (call.config, call.rotation, call.asked) if call.method_id is None else call.method_id
     sides = call.query, call.key, call.value
-    name = plan_key(kind, *sides, call.scaling, call.softcap, call.learned, call.sink_logits, call.dropout, call.trains)
+    name = plan_key(method_id, *sides, call.scaling, call.softcap, call.learned, call.sink_logits, call.dropout, call.trains)
     made = plans(call.rows)
     if (own := made.get(name)) is None:
-        if len(made) >= PLANS:
+        if len(made) >= MOST_PLANS:
             made.clear()
         own = made[name] = chosen(lower(call))
     return own

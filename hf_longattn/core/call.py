@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
@@ -30,11 +31,12 @@ class Call:
         rotation: how query and key are rotated; needed where the config remaps rotary distances.
         sink_logits: (heads,), the model's learned sinks: exp(sink) is one more term in the denominator of every softmax,
             beside that of a method; no method acts on it.
-        backend: "auto" is the config's; another insists.
+        backend: "auto" takes `config.backend`; any other name stands in its place.
         tables: where tables are kept for the next call, a model's own; default a cache that all calls without one share.
         strength: the logit map's, in place of the config's: a number that a compiled graph reads when it runs.
-        kind: the same for calls of equal config and rotation, quicker to compare; None: these themselves are compared.
-        keep: finds what was made of the keys before (see `turned`), for a kernel that makes it; None: nothing is kept.
+        method_id: an object that stands for config and rotation, the same where both are equal, and quicker to compare; None:
+            they themselves are compared, and no rotated keys are kept.
+        keep: finds the rotated keys that an earlier token left (see `rotated_keys`); None: none are kept.
         output: (batch, heads, q_len, head_dim), what the call gave, for whoever observes it.
     """
 
@@ -52,9 +54,15 @@ class Call:
     backend: str = "auto"
     tables: TableCache | None = None
     strength: Tensor | None = None
-    kind: Hashable = None
+    method_id: Hashable = None
     keep: Keep | None = None
     output: Tensor = field(default=None, repr=False)  # type: ignore[assignment]
+
+    def under(self, config: LongAttnConfig) -> Call:
+        """The call under another config, without learned parts: of a call with `method_id`, to replace `config` alone would
+        find the plans of the old one.
+        """
+        return dataclasses.replace(self, config=config, learned=None, method_id=None, keep=None)
 
     @property
     def kv_len(self) -> int:
@@ -63,7 +71,7 @@ class Call:
 
     @property
     def asked(self) -> str:
-        """The backend that caller or config insists on, or "auto"."""
+        """The backend that the caller, or else the config, names, or "auto"."""
         return self.config.backend if self.backend == "auto" else self.backend
 
     @property

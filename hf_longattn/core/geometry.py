@@ -41,7 +41,7 @@ class Columns(NamedTuple):
 FAR = 1 << 32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionLayout:
     """For every query row, the interval of cache indices that it sees.
 
@@ -63,8 +63,8 @@ class AttentionLayout:
     key_ids: Tensor | None = None
     query_axes: Tensor | None = None
     key_axes: Tensor | None = None
-    _known: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
-    _host: weakref.ref[AttentionLayout] | None = field(default=None, repr=False, compare=False)  # which keeps these
+    # what `once` keeps; init=False: `dataclasses.replace` begins with none, since other rows have other facts
+    _known: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def on(self, device: torch.device) -> AttentionLayout:
         """Move the rows to a device; one copy for all layers."""
@@ -74,7 +74,9 @@ class AttentionLayout:
     def _moved(self, device: torch.device) -> AttentionLayout:
         names = ("index", "allowed", "query_ids", "key_ids", "query_axes", "key_axes")
         moved: dict[str, Any] = {n: None if (x := getattr(self, n)) is None else sent(x, device) for n in names}
-        return AttentionLayout(**moved, _host=weakref.ref(self))
+        copy = AttentionLayout(**moved)
+        copy._known["host"] = weakref.ref(self)  # weakly, since these rows keep their copy
+        return copy
 
     def packed(self, device: torch.device) -> Tensor:
         """`index` on a device as kernels read it: int32, in one piece."""
@@ -84,7 +86,8 @@ class AttentionLayout:
     @property
     def host(self) -> AttentionLayout:
         """The rows as the host made them, of which these are a copy; else themselves."""
-        return (None if self._host is None else self._host()) or self
+        host: AttentionLayout | None = self._known["host"]() if "host" in self._known else None
+        return self if host is None else host
 
     @property
     def columns(self) -> Columns:
@@ -141,16 +144,13 @@ class AttentionLayout:
     def at(self, query_ids: Tensor, key_ids: Tensor) -> AttentionLayout:
         """Give the rows explicit positions, int64 (batch or 1, q_len) and (batch or 1, kv_len)."""
         batch = max(self.index.shape[0], query_ids.shape[0], key_ids.shape[0])
-        return AttentionLayout(
-            self.index.expand(batch, -1, -1), self.allowed, query_ids, key_ids, self.query_axes, self.key_axes
-        )
+        return dataclasses.replace(self, index=self.index.expand(batch, -1, -1), query_ids=query_ids, key_ids=key_ids)
 
     def by_axis(self, query_axes: Tensor, key_axes: Tensor) -> AttentionLayout:
         """Give the rows' tokens several positions each; reads the device."""
         batch, kv_len = max(self.index.shape[0], query_axes.shape[1], key_axes.shape[1]), key_axes.shape[2]
-        rows = AttentionLayout(
-            self.index.expand(batch, -1, -1), self.allowed, self.query_ids, self.key_ids, query_axes, key_axes
-        )
+        index = self.index.expand(batch, -1, -1)
+        rows = dataclasses.replace(self, index=index, query_axes=query_axes, key_axes=key_axes)
         index, first, time = rows.key_indices(kv_len)[:, 0], rows.key_starts(kv_len).expand(-1, kv_len), key_axes[0]
         inside = (index >= first) & (index <= rows.columns.high.amax(-1, keepdim=True))
         falls = (time.diff() < 0) & inside[:, 1:] & inside[:, :-1] & (first.diff() == 0)
@@ -160,7 +160,7 @@ class AttentionLayout:
     def masked(self, allowed: Tensor) -> AttentionLayout:
         """Put the rows under one more mask, bool, broadcastable to (batch, heads, q_len, kv_len)."""
         allowed = allowed if self.allowed is None else self.allowed & allowed
-        return dataclasses.replace(self, allowed=allowed, _known={}, _host=None)
+        return dataclasses.replace(self, allowed=allowed)
 
     @functools.cached_property
     def span(self) -> int:
@@ -244,7 +244,7 @@ class AttentionLayout:
             columns = columns._replace(low=torch.maximum(columns.low, self._index_of(first)))
         if last is not None:
             columns = columns._replace(high=torch.minimum(columns.high, self._index_of(last + 1) - 1))
-        return dataclasses.replace(self, index=columns.stacked(), _known={}, _host=None)
+        return dataclasses.replace(self, index=columns.stacked())
 
     @property
     def _ids(self) -> Tensor | None:
@@ -276,10 +276,13 @@ class AttentionLayout:
         return inside[:, None] if self.allowed is None else inside[:, None] & self.allowed[..., :kv_len]
 
     def seen(self, kv_len: int) -> tuple[slice, slice] | None:
-        """The rows from the first to the last that sees a key in its interval, and the columns of these; reads the device.
-
-        None: no row sees any.
+        """The rows from the first to the last that sees a key in its interval, and the columns from the first to the last that
+        is seen; None: no row sees any. Reads the device, once.
         """
+        found: tuple[slice, slice] | None = self.once(("seen", kv_len), lambda: self._seen(kv_len))
+        return found
+
+    def _seen(self, kv_len: int) -> tuple[slice, slice] | None:
         _, first, _, low, high = self.columns
         low, high = (low - first).clamp(min=0), (high - first).clamp(max=kv_len - 1)
         if not bool((seeing := low <= high).any()):

@@ -50,7 +50,7 @@ def lower(call: Call) -> AttentionPlan:
         readable=readable(query),
         keepable=keepable(query),
         asked=call.asked,
-        kind=call.kind,
+        method_id=call.method_id,
     )
     if (score := config.score) is not None:
         plan.fold, plan.cosine = score.fold, score.cosine
@@ -67,7 +67,7 @@ def segments(call: Call) -> list[Segment]:
     """The segments that a call's config makes of its rows, empty ones too."""
     i = call.rows.query_positions() if call.config.key_intervals else None
     named = [[((m, n), interval) for n, interval in enumerate(m.intervals(i))] for m in call.config.key_intervals]  # type: ignore[arg-type]
-    # the first of a method's intervals that is turned as another one is; Dynamo cannot compare functions, and keeps nothing
+    # from how an interval is turned to the first interval that is: kept keys are shared by it. Dynamo cannot compare functions
     alike: dict[Hashable, int] | None = None if torch.compiler.is_compiling() else {}
     return [_segment(call, intervals, alike) for intervals in itertools.product(*named)]
 
@@ -88,9 +88,9 @@ def _segment(call: Call, intervals: tuple[NamedInterval, ...], alike: dict[Hasha
 
 
 def table_length(rows: AttentionLayout, kv_len: int) -> int:
-    """A length beyond every distance in the call; from shapes alone, unless positions are explicit.
+    """The length of tables by distance, beyond every distance in the call; from shapes alone, unless positions are explicit.
 
-    Of few distinct values; where tables are built in a graph, which any length is to pass through, no more than it takes.
+    A power of two, so that calls of many lengths share tables; inside a graph, which serves any length, no longer than needed.
     """
     if not readable(rows.index):
         return kv_len + rows.index.shape[1] + MARGIN  # kernels refuse distances beyond it

@@ -31,7 +31,7 @@ Computation: TypeAlias = Callable[[Tensor, Tensor, Tensor, float | Tensor | None
 
 
 #: Plans that are kept for the rows of a pass: tables by head are as large as a layer's logits.
-PLANS = 4
+MOST_PLANS = 4
 
 
 def plans(rows: AttentionLayout) -> dict[Hashable, AttentionPlan]:
@@ -41,7 +41,7 @@ def plans(rows: AttentionLayout) -> dict[Hashable, AttentionPlan]:
 
 
 def plan_key(
-    kind: Hashable,
+    method_id: Hashable,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -52,9 +52,9 @@ def plan_key(
     dropout: float = 0.0,
     trains: bool = False,
 ) -> Hashable:
-    """A key: calls over the same rows with equal keys share a plan. kind stands for the config and the rotation."""
+    """A key: calls over the same rows with equal keys share a plan. method_id stands for config and rotation."""
     shapes = query.shape, key.shape, value.shape[3], query.dtype
-    return kind, shapes, scaling, softcap, tuple(learned or ()), sinks is None, dropout, trains
+    return method_id, shapes, scaling, softcap, tuple(learned or ()), sinks is None, dropout, trains
 
 
 class Operand(NamedTuple):
@@ -80,7 +80,7 @@ class LogitSpec:
         gain, bias: (heads or 1, length) by distance; both or neither; length must exceed every distance.
         row_scale, bias_scale: x and y, (batch, heads, q_len), differentiable; None is 1.
         sinks: the keys at the first positions of a sequence that have gain 1 and bias 0.
-        far: int64 without a dimension, the distance from which on the tables are smooth (see `triton`); None: not known.
+        polynomials: gain and bias as polynomials of the distance, as `triton._fits` makes them; None: they are looked up.
     """
 
     scaling: float
@@ -90,8 +90,9 @@ class LogitSpec:
     row_scale: Tensor | None = None
     bias_scale: Tensor | None = None
     sinks: int = 0
-    far: Tensor | None = None
-    _sharpened: dict[float, LogitSpec] = field(default_factory=dict, repr=False)
+    polynomials: Tensor | None = None
+    # init=False: `dataclasses.replace` begins with none, since a score of its own has another scaling in each layer
+    _sharpened: dict[float, LogitSpec] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if (self.gain is None) != (self.bias is None):
@@ -100,7 +101,7 @@ class LogitSpec:
     def sharpened(self, factor: float) -> LogitSpec:
         """Multiply scaling by a factor; made once, since every layer of a decoded token asks for it."""
         if (known := self._sharpened.get(factor)) is None:
-            known = self._sharpened[factor] = dataclasses.replace(self, scaling=self.scaling * factor, _sharpened={})
+            known = self._sharpened[factor] = dataclasses.replace(self, scaling=self.scaling * factor)
         return known
 
 
@@ -108,13 +109,14 @@ class Segment(NamedTuple):
     """An interval of each row's keys, and how both sides are turned to meet.
 
     Args:
-        whole: the rows of which it is a part.
-        name: the same for segments of these rows that hold the same keys.
-        limits: the first and the last position that each row sees, int64 (batch or 1, q_len), or None; all of them hold.
-        query, key: None: that side stays.
+        all_rows: the rows of which it is a part.
+        name: tells the segment apart from others of the same rows: what is kept of it is kept under this name.
+        limits: of each method that splits keys, the first and the last position of its interval for each row, int64 (batch or
+            1, q_len), or None; a key is in the segment where all of them hold.
+        query, key: how that side is turned; None: it is not.
     """
 
-    whole: AttentionLayout
+    all_rows: AttentionLayout
     name: Hashable
     limits: tuple[tuple[Tensor | None, Tensor | None], ...] = ()
     query: RotationDelta | None = None
@@ -122,19 +124,21 @@ class Segment(NamedTuple):
 
     @property
     def rows(self) -> AttentionLayout:
-        """The rows, narrowed to these keys; the same for all that ask."""
-        rows: AttentionLayout = self.whole.once(self.name, self._narrowed)
+        """The rows, narrowed to these keys; made once."""
+        rows: AttentionLayout = self.all_rows.once(self.name, self._narrowed)
         return rows
 
     def _narrowed(self) -> AttentionLayout:
-        rows = dataclasses.replace(self.whole, _known={}, _host=None)  # kept with the whole ones, and keeps them not
+        rows = dataclasses.replace(self.all_rows)  # a copy: all_rows keep these rows, which must not keep all_rows
         for first, last in self.limits:
             rows = rows.narrowed(first, last)
         return rows
 
-    def seen(self, kv_len: int) -> tuple[slice | None, Tensor | None]:
-        """The columns of these keys that some row sees, None: no row any; and which of them each row sees, None: all."""
-        rows = self.whole
+    def visible_columns(self, kv_len: int) -> tuple[slice | None, Tensor | None]:
+        """The columns, from the first to the last, of keys that some row sees, and bool (batch or 1, heads or 1, q_len,
+        columns), which of them each row sees. No columns: no row sees any; no mask: every row sees all of them.
+        """
+        rows = self.all_rows
         if rows.allowed is None and rows.key_ids is None and rows.key_axes is None and rows.index.shape[:2] == (1, 1):
             _, key_start, start, low, high = rows.index[0, 0].tolist()
             for first, last in self.limits:
@@ -157,7 +161,7 @@ class AttentionPlan:
 
     Args:
         query, key, value: (batch, heads, q_len, head_dim), and (batch, kv_heads, kv_len, ...) twice.
-        rows: which keys each query sees, and how far away they are.
+        rows: which keys each query sees, and how far away they are; like segments, there until a kernel is chosen.
         segments: disjoint; together they hold all keys that are seen, and more that are not.
         logits: how products become logits, but for the factors of rows.
         fold: from query and key to query, key and scaling of a score of its own; None: it is scaling q . k.
@@ -176,7 +180,7 @@ class AttentionPlan:
         readable, keepable: of the layers' tensors, see `tracing`.
         asked: the backend that is insisted on, or "auto".
         tables: where tables by position are kept.
-        kind: identifies all that turns keys, for what is kept of them; None: nothing is kept.
+        method_id: see `Call`; rotated keys are kept by it; None: none are kept.
     """
 
     query: Operand
@@ -201,7 +205,7 @@ class AttentionPlan:
     readable: bool = True
     keepable: bool = True
     asked: str = "auto"
-    kind: Hashable = None
+    method_id: Hashable = None
     _kernel: str = field(default="", init=False)
     _compute: Computation | None = field(default=None, init=False)
     _joins: bool = field(default=False, init=False)

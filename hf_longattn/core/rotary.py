@@ -83,7 +83,7 @@ class RotationDelta(NamedTuple):
         remap: from positions to those shown (see `slots.base.Remap`).
         spectrum: from the model's frequencies to those that these are shown at, and a factor; None: the model's.
         name: identifies remap and spectrum in tables, where angles are kept.
-        interval: the first of its method's intervals that is turned so.
+        interval: the number of the first of its method's intervals that is turned alike, by which kept keys are shared.
     """
 
     rotation: Rotation | None
@@ -93,8 +93,8 @@ class RotationDelta(NamedTuple):
     interval: int = 0
 
     @property
-    def by(self) -> Rotation:
-        """The rotation; ValueError without one."""
+    def known_rotation(self) -> Rotation:
+        """`rotation`; ValueError where the caller gave none."""
         if self.rotation is None:
             raise ValueError(
                 "a remap of rotary distances needs rotation=hf_longattn.Rotation(inv_freq): the model's frequencies"
@@ -116,7 +116,7 @@ class RotationDelta(NamedTuple):
 
         def widened(cos: Tensor, sin: Tensor) -> Angles:
             rest = cos.new_zeros(*cos.shape[:-1], head_dim - 2 * cos.shape[-1])
-            return self.by.join(cos, cos, rest + 1), self.by.join(-sin, -sin, rest)
+            return self.known_rotation.join(cos, cos, rest + 1), self.known_rotation.join(-sin, -sin, rest)
 
         def by_angles(position: Tensor) -> Angles:
             return widened(*self.angles(position))
@@ -145,9 +145,9 @@ class RotationDelta(NamedTuple):
             with torch.inference_mode(False), torch.no_grad():
                 return build(torch.arange(length, device=device))
 
-        cos, sin = tables.get((self.by, name, length, device, version(self.by.inv_freq)), build_all)
+        cos, sin = tables.get((self.known_rotation, name, length, device, version(self.known_rotation.inv_freq)), build_all)
         if position.ndim > 2:
-            which = sent(torch.tensor(self.by.axes), device).expand(1, *position.shape[1:], *cos.shape[1:])
+            which = sent(torch.tensor(self.known_rotation.axes), device).expand(1, *position.shape[1:], *cos.shape[1:])
             position = sent(position, device)
             return cos[position].gather(0, which)[0], sin[position].gather(0, which)[0]
         first, n = int(position[0, 0]), position.shape[1]
@@ -164,10 +164,10 @@ class RotationDelta(NamedTuple):
         """
         # The old angle is rounded as the model rounded it, so that undoing it is exact; then nothing more is lost.
         # Models take frequencies that are in half precision (model.half()) to float32 before they multiply
-        inv_freq = self.by.inv_freq
+        inv_freq = self.known_rotation.inv_freq
         frequency = inv_freq.to(position.device, torch.promote_types(inv_freq.dtype, torch.float32))
         if several := position.ndim > 2:
-            position = position[list(self.by.axes)].movedim(0, -1)
+            position = position[list(self.known_rotation.axes)].movedim(0, -1)
         old = ((position if several else position[..., None]).to(frequency.dtype) * frequency).double()
         new = self.remap(position).double()
         new = new[..., None] if new.ndim == position.ndim else new

@@ -1,8 +1,8 @@
 """Keys of a KV cache that are turned once for all later tokens, and their norms.
 
-They are made of the keys that the cache holds, and serve while these are the same. Whoever keeps them finds that by the keys'
-memory and by PyTorch's count of writes, without reading a key. Writes past that count, through `.data` or NumPy, go unnoticed:
-only reading all keys again would find them, which is as much work as a token's attention.
+They are made of the keys that the cache holds, and serve while these do not change. Whoever keeps them sees a change by the
+keys' memory and PyTorch's count of writes, without reading a key. Writes past that count, through `.data` or NumPy, go
+unnoticed: only reading all keys again would find them, which is as much work as a token's attention.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ WORTH = 1024
 
 
 class RotatedKeys:
-    """Turned keys and norms of one layer's cache, by column; whoever keeps them knows that the keys are the same still."""
+    """Rotated keys and norms of one layer's cache, by column, made where they are asked for.
+
+    It does not look at the keys that they were made of: whoever keeps it drops it when these change.
+    """
 
     def __init__(self) -> None:
         self._made: dict[Hashable, tuple[Tensor, int, int]] = {}  # a buffer, the column that it begins with, and the next one
@@ -70,5 +73,5 @@ class RotatedKeys:
         return sum(buffer.nbytes for buffer, _, _ in self._made.values())
 
 
-#: From what a call's keys are turned by, and these keys, to what was made of them before; None: nothing is kept of them.
+#: From what a call's keys are turned by, and the keys of its cache, to the `RotatedKeys` of them; None: none are kept.
 Keep: TypeAlias = Callable[[Hashable, Tensor], RotatedKeys | None]

@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., bool])
 
 
 def _in_its_caller(function: F) -> F:
-    """Dynamo traces the function only within a caller: by itself it would say "compiling" to callers that are not compiled."""
+    """Keep Dynamo from compiling the function by itself: its "is compiling" would then reach callers that are not compiled."""
     skip_code(function.__code__)  # type: ignore[attr-defined]
     return function
 

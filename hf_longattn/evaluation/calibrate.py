@@ -68,7 +68,7 @@ def measure(model: nn.Module, batches: Batches, sink_tokens: int = 1) -> Measure
     options = Options(("logits", "entropy", "mass"), sinks=sink_tokens)
 
     def seen(layer: Layer, call: Call) -> None:
-        own = dataclasses.replace(call, config=LongAttnConfig(), learned=None, kind=None, keep=None)  # without its method
+        own = call.under(LongAttnConfig())
         logits.setdefault(layer.index, Sums(options)).add(own)
         total = outputs.setdefault(layer.index, {})
         output = attend(own) if call.config.methods else call.output

@@ -90,7 +90,7 @@ def what_runs(method: LongAttnConfig | None, config: Any) -> Iterator[Finding]:
         yield Finding("method", f"{name}, as recorded")
     known, announced = (
         known_length.recorded(text, method.to_dict()).length,
-        max(known_length.said(text).values(), default=0),
+        max(known_length.named_lengths(text).values(), default=0),
     )
     unscaled = known_length.rope_settings(text).get("rope_type", "default") in known_length.UNSCALED
     if unscaled and known is not None and announced > max(known, method.reach):

@@ -32,7 +32,7 @@ HARMLESS = frozenset(
         "s_aux",  # the model's learned sinks, which we compute
     }
 )
-IN_PAGES = HARMLESS | ARGUMENTS
+HARMLESS_IN_PAGES = HARMLESS | ARGUMENTS
 #: As it was before torch's context_parallel may have put another in its place.
 _SDPA = torch.nn.functional.scaled_dot_product_attention
 

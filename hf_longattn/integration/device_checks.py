@@ -21,7 +21,7 @@ class Claims:
     def claim(self, holds: Tensor, message: str) -> None:
         """Take for granted that `holds`, bool without a dimension, is true; ValueError at once where reading costs nothing."""
         if holds.device.type != "cuda":
-            _check(holds, message)
+            _refuse_false(holds, message)
             return
         answer = torch.empty((), dtype=torch.bool, pin_memory=True)
         with torch.cuda.device_of(holds):
@@ -32,8 +32,8 @@ class Claims:
         if len(self._open) > OPEN:
             event.synchronize()
 
-    def settle(self) -> None:
-        """Raise ValueError for what turned out to be false; what the device has not come to yet stays open."""
+    def check(self) -> None:
+        """Raise ValueError for a claim that the device found false; those that it has not come to yet stay open."""
         while self._open:
             try:
                 event, answer, message = self._open.popleft()
@@ -42,12 +42,12 @@ class Claims:
             if not event.query():
                 self._open.appendleft((event, answer, message))
                 return
-            _check(answer, message)
+            _refuse_false(answer, message)
 
     def __reduce__(self) -> tuple[type[Claims], tuple[()]]:
         return Claims, ()  # copies of a model begin anew
 
 
-def _check(holds: Tensor, message: str) -> None:
+def _refuse_false(holds: Tensor, message: str) -> None:
     if not bool(holds):
         raise ValueError(message)

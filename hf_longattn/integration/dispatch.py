@@ -19,18 +19,18 @@ from ..core.plan import AttentionPlan, plan_key, plans
 from ..core.reference import dense_attention
 from ..core.rotated_keys import Keep
 from ..slots.learned import learned_parts
-from .arguments import HARMLESS, IN_PAGES, check_arguments
+from .arguments import HARMLESS, HARMLESS_IN_PAGES, check_arguments
 from .caches import is_paged
 from .engines import ulysses
 from .engines.heads import of_these_heads
 from .engines.paged import paged_attention
 from .masks import MaskContext, is_layout_mask
-from .passes import LayerCall, find
+from .passes import LayerCall, find_pass
 from .positions import rows_under
-from .rotated_key_cache import beside
+from .rotated_key_cache import kept_keys
 from .unmodified import run_function, unmodified
 
-_IN_PARTS = (
+_PICTURES_IN_PARTS = (
     "tokens at several positions each, as those of pictures are in a model with M-RoPE, are read by a remap of rotary "
     "distances in whole sequences: not in paged caches, and not split over processes"
 )
@@ -56,23 +56,23 @@ def attention_forward(
         output (batch, q_len, heads, head_dim), and attention weights if output_attentions asks for them.
     """
     traced = torch.compiler.is_compiling()
-    now, plan, positions = find(module, attention_mask, kwargs.get("position_ids"), traced)
-    layer_call = LayerCall(module, plan, now, positions, traced, dropout, scaling, softcap, sliding_window, kwargs)
+    forward_pass, plan, positions = find_pass(module, attention_mask, kwargs.get("position_ids"), traced)
+    layer_call = LayerCall(module, plan, forward_pass, positions, traced, dropout, scaling, softcap, sliding_window, kwargs)
     out: tuple[Tensor, Tensor | None]
     paged = is_paged(kwargs)
     exchanged = attention_mask is None and not paged and ulysses.is_exchanged(layer_call, query, key)
     split = exchanged or plan.state.group is not None
-    if now is not None and now.axes is not None and (split or paged):
-        raise NotImplementedError(_IN_PARTS)
+    if forward_pass is not None and forward_pass.axes is not None and (split or paged):
+        raise NotImplementedError(_PICTURES_IN_PARTS)
     if plan.config is not None or split:
-        check_arguments(layer_call, IN_PAGES if paged else HARMLESS)
+        check_arguments(layer_call, HARMLESS_IN_PAGES if paged else HARMLESS)
     if split:
         out = ulysses.whole_sequence(layer_call, query, key, value, _over_rows), None
     elif paged:
         out = paged_attention(layer_call, query, key, value, _over_rows if plan.config is not None else _left_alone), None
     elif plan.config is None:
         out = unmodified(layer_call, query, key, value, attention_mask)
-    elif now is not None and now.axes is not None and now.unchanged(plan):
+    elif forward_pass is not None and forward_pass.axes is not None and forward_pass.unchanged(plan):
         out = _before_method(layer_call, query, key, value, attention_mask)
     else:
         out = _over_mask(layer_call, query, key, value, rows_under(attention_mask, layer_call, query.shape[2], key.shape[2]))
@@ -97,12 +97,12 @@ def _over_mask(
     """A layer's method, or the model's own attention where the method changes nothing in the longest text of the pass."""
     weights, base, rows = layer_call.weights, context.base, context.rows
     assert rows is not None
-    several = layer_call.now is not None and layer_call.now.axes is not None
+    several = layer_call.forward_pass is not None and layer_call.forward_pass.axes is not None
     if base is not None and not weights and not several and context.changes_nothing(layer_call.plan.identity_below):
         return run_function(base.function(layer_call.module), layer_call, query, key, value, base.mask)
-    if context.prepared is None and not layer_call.traced:
-        context.prepared = plans(rows)
-    return _attend(layer_call, query, key, value, rows, None if weights else context.prepared, weights)
+    if context.plans is None and not layer_call.traced:
+        context.plans = plans(rows)
+    return _attend(layer_call, query, key, value, rows, None if weights else context.plans, weights)
 
 
 def _attend(
@@ -117,7 +117,7 @@ def _attend(
     """A layer's method over rows of any geometry: output (batch, q_len, heads, head_dim), and weights if asked for.
 
     Args:
-        made: the plans over these rows.
+        made: the plans over these rows, of which a layer in decoding takes its own without making a `Call`; None: makes one.
     """
     plan, sinks, traced = layer_call.plan, layer_call.more.get("s_aux"), layer_call.traced
     config, scaling = plan.config or _LEFT_ALONE, query.shape[-1] ** -0.5 if layer_call.scaling is None else layer_call.scaling
@@ -125,9 +125,9 @@ def _attend(
     if query.shape[1] != plan.heads and (sinks is not None or any(m.head_dependent for m in config.methods)):
         config, learned, own = of_these_heads(layer_call.module, query.shape[1], plan.heads, config, learned)
         sinks = own(sinks) if sinks is not None and sinks.shape[0] == plan.heads else sinks
-    kind = None if traced or config is not plan.config else plan.kind
-    if made and kind is not None and not (layer_call.dropout or plan.observer or torch.is_grad_enabled()):
-        ready = made.get(plan_key(kind, query, key, value, scaling, layer_call.softcap, learned, sinks))
+    method_id = None if traced or config is not plan.config else plan.method_id
+    if made and method_id is not None and not (layer_call.dropout or plan.observer or torch.is_grad_enabled()):
+        ready = made.get(plan_key(method_id, query, key, value, scaling, layer_call.softcap, learned, sinks))
         if ready is not None:
             try:
                 return ready.run(query, key, value, learned, sinks, _keep(layer_call, query)).transpose(
@@ -150,8 +150,8 @@ def _attend(
         tables=plan.state.tables,
         # a graph reads the strength when it runs; it would be compiled anew for each number
         strength=plan.state.strength if traced and not torch.compiler.is_exporting() else None,
-        kind=kind,
-        keep=None if kind is None else _keep(layer_call, query),
+        method_id=method_id,
+        keep=None if method_id is None else _keep(layer_call, query),
     )
     out, weights = dense_attention(call) if with_weights else (attend(call), None)
     if plan.observer is not None:
@@ -160,11 +160,11 @@ def _attend(
 
 
 def _keep(layer_call: LayerCall, query: Tensor) -> Keep | None:
-    """Return the function that finds a layer's kept keys; None: there is no KV cache."""
-    now = layer_call.now
-    if query.device.type != "cpu" or now is None or now.cache is None or now.state is None:
+    """Return what finds a layer's rotated keys beside the KV cache; None: there is no cache, or it is not on a CPU."""
+    forward_pass = layer_call.forward_pass
+    if query.device.type != "cpu" or forward_pass is None or forward_pass.cache is None or forward_pass.state is None:
         return None
-    return functools.partial(beside, now, getattr(layer_call.module, "layer_idx", None), query.shape[2])
+    return functools.partial(kept_keys, forward_pass, getattr(layer_call.module, "layer_idx", None), query.shape[2])
 
 
 def _over_rows(layer_call: LayerCall, query: Tensor, key: Tensor, value: Tensor, rows: AttentionLayout) -> Tensor:

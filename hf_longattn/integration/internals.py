@@ -99,7 +99,10 @@ def has_local(module: nn.Module, name: str) -> bool:
 
 @dataclass(frozen=True)
 class MaskInterval:
-    """A mask function that shows every row one interval of keys: causal, with a window and packing if given."""
+    """A mask function that shows every row one interval of keys: causal, with a window and packing if given.
+
+    Of distances and sequences alone: in packed text it is asked at positions that begin anew with each sequence.
+    """
 
     window: int | None = None
     sequence_ids: Tensor | None = None

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..config import LongAttnConfig
 from .internals import get_implementation, has_local, passes_on, uses_interface
 from .names import is_longattn_name, parsed_config, raw_section
-from .trained_length import hides
+from .trained_length import window_hides
 
 #: What the types in a config's layer_types say: all keys before the query are seen, or a window of them.
 _KINDS = {
@@ -43,8 +43,8 @@ class Layer:
     """One attention module of a model, as transformers calls it.
 
     Args:
-        config: that of the model that it is a layer of, by which one would be built in its place: the module's own object, or
-            of a layer that was copied or is from another model the one that its own is another one of.
+        config: that of the model around it, of the module's type. Usually it is the module's own object; a layer that was
+            copied, or comes from another model, has an object of its own, which may say something else.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Layer:
     def kind(self) -> str:
         """ "full", "window", or a layer type that stands for neither; a window that hides nothing is none."""
         if self.windowed:
-            return "window" if hides(self.config) else "full"
+            return "window" if window_hides(self.config) else "full"
         return "full" if self.type is None else _KINDS.get(self.type, self.type)
 
     @property
@@ -142,12 +142,12 @@ class View:
         self.target: Any = self.candidates[0].config if self.candidates else None
         #: All layers with that config.
         self.of_target = [x for x in self.layers if x.config is self.target]
-        #: The config objects that say what these run: the target; those of their modules, which may be copies; and those of
-        #: the models around them, by which masks are made and models are saved.
-        self.speaking: list[Any] = distinct([self.target, *self._around(), *(x.module.config for x in self.of_target)])
+        #: The config objects into which a method is written: the target; those of the modules of its layers, which may be
+        #: copies; and those of the models around them, by which masks are made and models are saved.
+        self.method_configs: list[Any] = distinct([self.target, *self._around(), *(x.module.config for x in self.of_target)])
         found = [m.config for m in self.modules if isinstance(m, PreTrainedModel)] + [x.module.config for x in self.layers]
         #: The distinct config objects, of submodels and of attention modules; another module may hold that of another model.
-        self.configs: list[Any] = distinct([c for c in found if isinstance(c, PreTrainedConfig)] + self.speaking)
+        self.configs: list[Any] = distinct([c for c in found if isinstance(c, PreTrainedConfig)] + self.method_configs)
 
     def _around(self) -> list[Any]:
         """Return the text configs of the models around the language model's attention that are of its type."""
@@ -204,7 +204,9 @@ def layers_of(model: nn.Module) -> list[Layer]:
 
 
 def _config_of(attention: Any, models: list[PreTrainedModel]) -> Any:
-    """The config that a layer is one of, of the models around it, the innermost first."""
+    """`Layer.config`: of the configs of the models around an attention module, from the innermost out, its own object, or else
+    the first of its type; the module's own where there is neither.
+    """
     known = distinct([c for m in models for c in _with_parts(m.config)])
     own = attention.config
     return next((c for c in known if c is own), next((c for c in known if type(c) is type(own)), own))
@@ -229,7 +231,7 @@ def candidates_of(model: nn.Module) -> list[Layer]:
 
 
 def bodies_of(model: nn.Module) -> list[PreTrainedModel]:
-    """The models inside a model that hold all of its attention: what its head reads the output of, and what that one calls."""
+    """The models inside a model that hold all of its attention, from the outermost in: its head reads the output of one."""
     attention = {module for module in model.modules() if uses_interface(module)}
     inside = (m for m in model.modules() if m is not model and isinstance(m, PreTrainedModel))
     return [m for m in inside if attention <= set(m.modules())]

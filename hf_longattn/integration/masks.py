@@ -55,11 +55,11 @@ def refuse_both_ways(config: Any, name: str = "") -> None:
 
 
 class BaseAttention:
-    """The call that made a layout mask, to be made again where layers run the attention that the model had before.
+    """The attention that a model had before its method, which a call runs where the method changes nothing.
 
     Args:
-        implementation: the name of that attention.
-        arguments: those of its mask function.
+        implementation: its name in Transformers.
+        arguments: those that `layout_mask` was called with: its own mask function takes them too.
     """
 
     def __init__(self, implementation: str, arguments: dict[str, Any]) -> None:
@@ -68,11 +68,11 @@ class BaseAttention:
 
     @functools.cached_property
     def mask(self) -> Any:
-        """The mask for that attention, one for every layer."""
+        """Its mask, made once for all layers."""
         return ALL_MASK_ATTENTION_FUNCTIONS[self.implementation](**self.arguments)
 
     def function(self, module: Any) -> Any:
-        """That attention, as an attention module's kind runs it."""
+        """Its attention function; "eager" is the one in the module's own file."""
         if (found := self._functions.get(type(module))) is None:
             found = self._functions[type(module)] = attention_function(self.implementation, module)
         return found
@@ -82,25 +82,26 @@ class MaskContext:
     """The state that layers under one mask of a forward pass share, kept with the mask: the first of them reads the rows.
 
     Args:
-        base: of a layout mask, the call that made it.
+        base: the attention that the model had before, with the arguments of the call that made this layout mask; None: the
+            mask is the user's own.
         host: the layout mask as the host made it; None: it was made on the device.
-        now: the forward pass in which its layers were called, to which they belong in a backward pass too.
+        forward_pass: the pass in which its layers were called; a backward pass that computes them again finds it here.
     """
 
-    def __init__(self, base: BaseAttention | None = None, now: Any = None, host: Tensor | None = None) -> None:
-        self.base, self.now, self.host = base, now, host
+    def __init__(self, base: BaseAttention | None = None, forward_pass: Any = None, host: Tensor | None = None) -> None:
+        self.base, self.forward_pass, self.host = base, forward_pass, host
         self.both_ways = False  # Transformers made the mask for reading in both directions
         self.parsed: ParsedMask | None = None
         self.q_len = self.kv_len = -1  # of the last layer that read it
-        self.rows: AttentionLayout | None = None  # those of `parsed` with the positions that these position_ids say
-        self.positions: Tensor | None = None
-        self.prepared: dict[Any, Any] | None = None  # ways to attend that are prepared for them
+        self.rows: AttentionLayout | None = None  # those of `parsed`, placed by `positions`
+        self.positions: Tensor | None = None  # the position_ids
+        self.plans: dict[Any, Any] | None = None  # those that `rows` keep, here for every layer of a token: three calls fewer
         self._fits: dict[float, bool] = {}
 
-    def place(self, rows: AttentionLayout, positions: Tensor | None, kv_len: int) -> MaskContext:
-        """Keep rows, whose positions they have, and how many keys the layer has that read them."""
+    def keep(self, rows: AttentionLayout, positions: Tensor | None, kv_len: int) -> MaskContext:
+        """Keep the rows that a layer read, the position_ids by which they are placed, and its number of keys."""
         if rows is not self.rows:
-            self.rows, self.prepared, self._fits = rows, None, {}
+            self.rows, self.plans, self._fits = rows, None, {}
         self.positions, self.kv_len = positions, kv_len
         return self
 
@@ -182,14 +183,14 @@ def layout_mask(
     windowed = local_size is not None and local_size == getattr(config, "sliding_window", None)
     sliced = bool(getattr(config, "num_kv_shared_layers", 0))
     pairs = functools.partial(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], **kwargs | {"allow_is_causal_skip": False}, config=config)
-    at_hand = _on_host(shared)
-    layout = _intervals(sliced, **(at_hand or shared))
+    on_host = _on_host(shared)
+    layout = _intervals(sliced, **(on_host or shared))
     if layout is None:
-        if at_hand is not None and (q_length > FEW_QUERIES or not _knows_no_tensor(mask_function)):  # a graph's lengths vary
-            at_hand = None
-        given = at_hand or shared
+        if on_host is not None and (q_length > FEW_QUERIES or not _knows_no_tensor(mask_function)):  # a graph's lengths vary
+            on_host = None
+        given = on_host or shared
         layout = _pairs(functools.partial(pairs, **given), windowed, **given)
-    host = None if at_hand is None else layout
+    host = None if on_host is None else layout
     layout = sent(layout, torch.device(device))
     if readable(layout):
         static = {k: x.clone() for k, x in shared.items() if k.endswith("offset") and isinstance(x, Tensor)}  # caches count on

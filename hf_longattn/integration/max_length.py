@@ -13,7 +13,7 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .layers import View, distinct, language_config
-from .trained_length import KEPT, ORIGINAL, UNSCALED, rope_settings, said
+from .trained_length import KEPT, ORIGINAL, UNSCALED, named_lengths, rope_settings
 
 #: What a config keeps, beside its own lengths, of the length at which generation ended.
 GENERATION = "generation_config.max_length"
@@ -34,13 +34,13 @@ def announce(view: View, length: int | None) -> None:
     for c in configs:
         kept = vars(c).pop(KEPT, {})
         before = kept.pop(GENERATION, None)
-        if generation is not None and before is not None and ends in said(c).values():
+        if generation is not None and before is not None and ends in named_lengths(c).values():
             generation.max_length = ends = before
         vars(c).update(kept)
-    if length is None or turns_by(configs[0], length):
+    if length is None or length_changes_rotation(configs[0], length):
         return
     for c in configs:
-        if less := {name: n for name, n in said(c).items() if n < length}:
+        if less := {name: n for name, n in named_lengths(c).items() if n < length}:
             if generation is not None and ends is not None and ends in less.values():
                 less[GENERATION], generation.max_length, ends = ends, length, None
             vars(c).update(dict.fromkeys(less.keys() - {GENERATION}, length) | {KEPT: less})
@@ -59,17 +59,17 @@ def _scaled_to(config: Any) -> int | None:
     if not kept or settings.get("rope_type") != "yarn" or not settings.get(ORIGINAL):
         return None
     reach = round(settings["factor"] * settings[ORIGINAL])
-    return reach if reach in said(config).values() else None
+    return reach if reach in named_lengths(config).values() else None
 
 
 def _configs(view: View) -> list[Any]:
     """Return the configs that name the longest text: the language model's first, then the whole model's."""
     whole = view.model.config
     text = language_config(whole) if view.target is None else view.target
-    return distinct([text, *view.speaking, whole])
+    return distinct([text, *view.method_configs, whole])
 
 
-def turns_by(config: Any, length: int) -> bool:
+def length_changes_rotation(config: Any, length: int) -> bool:
     """Tell whether a text config's model would rotate or place tokens otherwise, if the config named `length`."""
     settings = getattr(config, "rope_parameters", None) or {}
     nested = {kind: x for kind, x in settings.items() if isinstance(x, Mapping)}
@@ -77,7 +77,7 @@ def turns_by(config: Any, length: int) -> bool:
     if not settings or any(x["rope_type"] not in ROPE_INIT_FUNCTIONS for x in scaled.values()):
         return True
     other = copy.deepcopy(config)
-    vars(other).update(dict.fromkeys(said(other), length))
+    vars(other).update(dict.fromkeys(named_lengths(other), length))
     for kind, x in scaled.items():
         compute = ROPE_INIT_FUNCTIONS[x["rope_type"]]
         for read in (None, 8 * length):  # some have other frequencies for a text that is longer than they say

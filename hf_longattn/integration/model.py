@@ -26,7 +26,7 @@ from .names import before, is_longattn_name, name_for, raw_section
 from .offload import is_empty
 from .parameters import attach
 from .planning import put, settle
-from .saved_method import follow, method_in
+from .saved_method import method_in, record_in_adapters
 from .state import LayerPlan, is_settled, plan_of, release, set_plan, transaction, without_method
 from .trained_length import Trained, published, recorded
 
@@ -111,7 +111,7 @@ def change(model: nn.Module, waits: bool = False) -> Iterator[View]:
         yield view
         config = view.running
         announce(view, None if config is None else config.extended_to)
-        follow(view, config)
+        record_in_adapters(view, config)
         if view.adapters and any(isinstance(container_of(x.module), LearnedParts) for x in view.layers):
             warn(
                 "the method's learned parameters came after the adapter, which will not save them: apply the method first, "
@@ -131,14 +131,16 @@ def update(model: Model, **parameters: Any) -> Model:
         config = _running(view).replace(**parameters)
         plans = {x.module: plan for x in view.of_target if (plan := plan_of(x.module)) is not None}
         held, modules = raw_section(view.target), set(view.modules)
-        fits = plans and all(p.whole is held and (p.rotary is None or p.rotary.module in modules) for p in plans.values())
+        fits = plans and all(
+            p.whole_config is held and (p.rotary is None or p.rotary.module in modules) for p in plans.values()
+        )
         if not fits or parameters.keys() != {"strength"} or config.logit_map is None or not config.logit_map.blends:
             _put(view, config)
             return model
         view.state.set_running(view, config)
         for module, plan in plans.items():
             own = plan.config and plan.config.replace(**parameters)
-            set_plan(module, dataclasses.replace(plan, whole=config, config=own))
+            set_plan(module, dataclasses.replace(plan, whole_config=config, config=own))
     return model
 
 

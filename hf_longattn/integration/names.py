@@ -110,7 +110,7 @@ class Before(NamedTuple):
 
     implementation: str  # what `remove` brings back
     base: str  # what runs the layers that we leave alone: sdpa or eager, the two that a mask of ours can be turned into
-    windows: bool = True  # whether layers with a window are such: see `trained_length.hides`
+    windows: bool = True  # whether layers with a window are such: see `trained_length.window_hides`
 
 
 class ConfigRecord(NamedTuple):

@@ -15,7 +15,7 @@ from .internals import get_implementation, set_implementation
 from .layers import Layer, View
 from .names import is_longattn_name, raw_section
 from .planning import settle
-from .state import CALLS, AttentionState, LayerPlan, Undo, changing, plan_of, remember, set_plan
+from .state import CALLS, AttentionState, LayerPlan, changing, plan_of, remember, set_plan, snapshot
 
 #: Called after every attention call of an observed layer.
 Observer = Callable[[Layer, Call], None]
@@ -36,33 +36,33 @@ def observe(model: nn.Module, observer: Observer, layers: Iterable[int] | None =
         ValueError: `layers` names one that is not there or is left alone, or there is none.
     """
     with changing(model) as view:
-        undo = Undo(view)
+        put_back = snapshot(view)
         try:
-            observed = _placed(view, observer, None if layers is None else set(layers))
+            observed = _observe(view, observer, None if layers is None else set(layers))
         except BaseException:
-            undo(CALLS)
+            put_back(CALLS)
             raise
     try:
         yield observed
     finally:
         with changing(model, beside_passes=True):
-            undo(CALLS)
+            put_back(CALLS)
 
 
-def _placed(view: View, observer: Observer, named: set[int] | None) -> list[Layer]:
+def _observe(view: View, observer: Observer, named: set[int] | None) -> list[Layer]:
     """Put the observer into the plans of all layers, or of those named; returns these layers."""
     settle(view)
     config, state, observed = view.target, view.state or AttentionState(), []
     left_alone: dict[int, str] = {}
     if config is not None and not is_longattn_name(get_implementation(config)):
-        for c in view.speaking:
+        for c in view.method_configs:
             remember(view, c, get_implementation(c))
             set_implementation(c, CUSTOM)
         state.set_running(view, LongAttnConfig())
     whole = None if config is None else raw_section(config)
     for layer in view.of_target:
         plan, unchanged = plan_of(layer.module), layer.why_not
-        if plan is None or plan.whole is not whole:
+        if plan is None or plan.whole_config is not whole:
             number = -1 if layer.why_never else layer.index
             heads = config.num_attention_heads
             plan = LayerPlan(state, whole, None, unchanged or "", layer.windowed, heads, index=number)

@@ -18,7 +18,7 @@ from .offload import device_of, dtype_of, held, keep_learned
 from .state import plan_of
 
 
-def bring(view: View, facts: ModelFacts) -> None:
+def attach_learned_parts(view: View, facts: ModelFacts) -> None:
     """Give the layers of a model the learned parts of what they are planned to run."""
     for layer in view.of_target:
         config = plan.config if (plan := plan_of(layer.module)) is not None else None
@@ -39,7 +39,7 @@ def attach(model: nn.Module, layer: Layer, methods: Sequence[Method], facts: Mod
         if there is not None and type(there) is type(part) and _kind(there) == _kind(part):
             learned[slot] = there
             continue
-        place(part, device_of(module, model), dtype_of(module))
+        to_device(part, device_of(module, model), dtype_of(module))
         if there is not None and _kind(there) == _kind(part):  # its class was defined anew, in a notebook
             part.load_state_dict(there.state_dict())
             again.add(slot)
@@ -61,7 +61,7 @@ def attach(model: nn.Module, layer: Layer, methods: Sequence[Method], facts: Mod
         module.longattn = LearnedParts(learned, methods, facts)
 
 
-def place(part: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+def to_device(part: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
     """Move what is not there yet, as a module's own `to` would."""
     if any(x.device != device or (x.is_floating_point() and x.dtype != (dtype or x.dtype)) for _, x in tensors_of(part)):
         part.to(device=device, dtype=dtype)

@@ -19,10 +19,12 @@ from transformers import Cache
 from ..config import LongAttnConfig
 from ..core.tracing import assert_later, readable
 from .caches import Numbering, cache_in, record_of, values_of
+from .gate import at_gate
 from .internals import frame_above, get_implementation, is_compiled, is_running
 from .layers import View
 from .names import raw_section
-from .state import AttentionState, LayerPlan, at_gate, model_of, plan_of, refuse_abroad
+from .rotated_key_cache import drop_other_keys
+from .state import AttentionState, LayerPlan, model_of, plan_of, refuse_abroad
 
 _AXES = "this call's tokens are at several positions each, as those of pictures are in a model with M-RoPE, and "
 COMPILED = _AXES + "a remap of rotary distances reads them where nothing is compiled: call without torch.compile"
@@ -69,12 +71,12 @@ class ForwardContext:
         cache: the model's KV cache.
         held: the number of tokens in the cache when the pass began.
         frame: the Python frame that runs the pass; None after its end.
-        whole: what the model ran as the pass began.
+        whole_config: what the model ran as the pass began.
         probed: plans that modules run in place of their own, where rotations are verified.
         axes: under a remap, the call's positions if tokens or cached keys have several each (M-RoPE): int64
             (axes, batch or 1, q_len); None: one each.
-        of_keys: the positions of the cached keys on each axis; then of all keys.
-        longest: the largest position on the first axis, and the number of tokens.
+        of_keys: with `axes`, the positions of the cached keys, (axes, batch, keys), and, from the first layer on, of all keys.
+        longest: with `axes`, the largest position on the first axis, and the number of tokens.
     """
 
     outer: ForwardContext | None
@@ -84,7 +86,7 @@ class ForwardContext:
     cache: Cache | None = None
     held: int | Tensor = 0
     frame: FrameType | None = None
-    whole: LongAttnConfig | None = None
+    whole_config: LongAttnConfig | None = None
     probed: Mapping[nn.Module, LayerPlan] | None = None
     axes: Tensor | None = None
     of_keys: Tensor | None = None
@@ -110,11 +112,12 @@ class ForwardContext:
         return position < near and tokens <= few
 
     def note(self, behind: Numbering, tokens: Numbering, sees_cache: bool) -> None:
-        """Take in what one of its masks showed.
+        """Take note of how the tokens under one of its masks are numbered.
 
         Args:
-            behind: how the tokens are numbered that come first behind cached keys, if any does.
-            tokens: how all of them are.
+            behind: the numbering of the tokens that come first behind cached keys.
+            tokens: the numbering of all tokens.
+            sees_cache: whether any token sees cached keys.
 
         Raises:
             ValueError: the cached keys were numbered otherwise.
@@ -134,20 +137,23 @@ _PASS: ContextVar[ForwardContext | None] = ContextVar("longattn_pass", default=N
 
 def current_pass() -> ForwardContext | None:
     """The forward pass that runs in this thread; None where layers are called by themselves, or again in a backward pass."""
-    now = begun = _PASS.get()
-    while now is not None and not now.runs:
-        now = now.outer
-    if now is not begun:
-        _PASS.set(now)
-    return now
+    forward_pass = begun = _PASS.get()
+    while forward_pass is not None and not forward_pass.runs:
+        forward_pass = forward_pass.outer
+    if forward_pass is not begun:
+        _PASS.set(forward_pass)
+    return forward_pass
 
 
 class LayerCall(NamedTuple):
-    """The arguments of one layer's call beside its tensors, and its forward pass."""
+    """One layer's call of the attention function, but for its tensors.
+
+    `more` holds the keyword arguments that `attention_forward` does not name.
+    """
 
     module: Any
     plan: LayerPlan
-    now: ForwardContext | None
+    forward_pass: ForwardContext | None
     positions: Tensor | None  # the call's position_ids
     traced: bool
     dropout: float
@@ -159,15 +165,17 @@ class LayerCall(NamedTuple):
     @property
     def weights(self) -> bool:
         """True: attention weights are asked for, of the layer or of the model, which may not tell its layers."""
-        return bool(self.more.get("output_attentions")) or (self.now is not None and self.now.weights)
+        return bool(self.more.get("output_attentions")) or (self.forward_pass is not None and self.forward_pass.weights)
 
     @property
     def kept(self) -> dict[Any, Any]:
         """A dict that layers of its pass share."""
-        return {} if self.now is None else self.now.kept
+        return {} if self.forward_pass is None else self.forward_pass.kept
 
 
-def find(module: Any, mask: Tensor | None, handed: Tensor | None, traced: bool) -> tuple[ForwardContext | None, Any, Any]:
+def find_pass(
+    module: Any, mask: Tensor | None, handed: Tensor | None, traced: bool
+) -> tuple[ForwardContext | None, LayerPlan, Tensor | None]:
     """The forward pass that a layer is called in, if there is one, the layer's plan in it, and the call's position_ids.
 
     Args:
@@ -182,32 +190,40 @@ def find(module: Any, mask: Tensor | None, handed: Tensor | None, traced: bool) 
     if plan is not None and plan.state.unverified is not None and not traced and _PASS.get() is None:
         plan = _verified(module, plan)
     if traced:
-        now: ForwardContext | None = None if plan is None else plan.state.traced
+        forward_pass: ForwardContext | None = None if plan is None else plan.state.traced
     else:
-        now = _PASS.get()
-        if now is None and mask is not None and (context := mask.__dict__.get("_longattn")) is not None:
-            now = context.now
-        if now is not None and now.probed is not None:
-            plan = now.probed.get(module, plan)
+        forward_pass = _PASS.get()
+        if forward_pass is None and mask is not None and (context := mask.__dict__.get("_longattn")) is not None:
+            forward_pass = context.forward_pass
+        if forward_pass is not None and forward_pass.probed is not None:
+            plan = forward_pass.probed.get(module, plan)
     if plan is None:
         raise ValueError(
             f"attention {get_implementation(module.config)!r} applies to 0 layers here: {type(module).__name__} was never "
             "prepared for it. Put it into the model with hf_longattn.apply(model, ...), or with attn_implementation= on a "
             "causal language model"
         )
-    if (traced or now is None) and plan.whole is not raw_section(module.config):  # else it was compared as the pass began
+    if (traced or forward_pass is None) and plan.whole_config is not raw_section(
+        module.config
+    ):  # else it was compared as the pass began
         raise ValueError(_REPLACED)
-    if now is not None and now.frame is None and not traced and plan.index >= 0 and plan.whole != now.whole:
+    if (
+        forward_pass is not None
+        and forward_pass.frame is None
+        and not traced
+        and plan.index >= 0
+        and plan.whole_config != forward_pass.whole_config
+    ):
         raise RuntimeError(_RECOMPUTED)
-    if now is None:  # a layer by itself, or one that is compiled by itself
+    if forward_pass is None:  # a layer by itself, or one that is compiled by itself
         if not traced:
             refuse_abroad(module, plan)
-        return now, plan, _given_outside() if traced and handed is None else handed
+        return forward_pass, plan, _given_outside() if traced and handed is None else handed
     # a layer knows better which axis is the text's, and DeepSpeed hands it the positions of a whole sequence
-    given = now.positions
+    given = forward_pass.positions
     if given is None or (handed is not None and (given.ndim != 2 or given.shape[-1] != handed.shape[-1])):
         given = handed
-    return now, plan, given
+    return forward_pass, plan, given
 
 
 def _verified(module: Any, plan: LayerPlan) -> LayerPlan | None:
@@ -219,10 +235,10 @@ def _verified(module: Any, plan: LayerPlan) -> LayerPlan | None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _given_outside() -> Tensor | None:
-    return None if (now := current_pass()) is None else now.positions
+    return None if (forward_pass := current_pass()) is None else forward_pass.positions
 
 
-def watch(view: View, state: AttentionState) -> None:
+def hook_passes(view: View, state: AttentionState) -> None:
     """From now on each forward pass knows what it was given, and runs what the model does as it begins."""
     state.remapped = any(plan.rotary is not None for plan in view.plans)
     if not state.passes:
@@ -246,29 +262,29 @@ def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...],
     outer = current_pass()
     cache = cache_in((*args, *kwargs.values()))
     held = 0 if cache is None else cache.get_seq_length() + 0  # a new tensor where it is one, which counts on
-    now = ForwardContext(outer, state, positions, weights, cache, held, frame_above(2))
+    forward_pass = ForwardContext(outer, state, positions, weights, cache, held, frame_above(2))
     if outer is not None and outer.state is state:  # a pass inside another
-        now.probed = outer.probed
+        forward_pass.probed = outer.probed
     else:
         with at_gate(lambda: vars(model).get("_longattn") or state) as gate:  # a change comes to its end first
             if (there := vars(model).get("_longattn")) is None:
                 return  # it took the method out
-            now.state = state = there
+            forward_pass.state = state = there
             _prepare(state, model)
-            now.thread = threading.get_ident()
-            gate.let_in(now)
-    now.whole = state.whole
-    state.claims.settle()
+            forward_pass.thread = threading.get_ident()
+            gate.let_in(forward_pass)
+    forward_pass.whole_config = state.whole_config
+    state.claims.check()
     if cache is not None and record_of(cache).get("uneven"):
         if held:
             raise ValueError(_BROKEN_OFF)
         record_of(cache)["uneven"] = False
-    _several(now, state.remapped and state.disabled is None)
-    if now.axes is not None:
-        _check_several(now, state, model)
-    if cache is not None and (kept := state.beside.get(cache)) is not None:
-        kept.begin(cache)
-    _PASS.set(now)
+    _find_token_axes(forward_pass, state.remapped and state.disabled is None)
+    if forward_pass.axes is not None:
+        _check_token_axes(forward_pass, state, model)
+    if cache is not None and (kept := state.rotated_keys.get(cache)) is not None:
+        drop_other_keys(kept, cache)
+    _PASS.set(forward_pass)
 
 
 def _prepare(state: AttentionState, model: Any) -> None:
@@ -281,7 +297,7 @@ def _prepare(state: AttentionState, model: Any) -> None:
     arrangement = state.arrangement or state.arrange(View(model))
     if not arrangement.is_described:
         raise ValueError(_REPLACED)
-    if not arrangement.stands and state.renew is not None:
+    if not arrangement.is_current and state.renew is not None:
         state.renew(state, model)
 
 
@@ -289,25 +305,25 @@ def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:
     if torch.compiler.is_compiling():
         state.traced = None
         return
-    now = current_pass()
-    if now is None or now.frame not in (frame_above(1), frame_above(2)):
+    forward_pass = current_pass()
+    if forward_pass is None or forward_pass.frame not in (frame_above(1), frame_above(2)):
         return  # it raised before it began, or the hook came in its midst
-    _PASS.set(now.outer)
-    if output is None and now.cache is not None and bool(now.cache.get_seq_length() != now.held):
-        record_of(now.cache)["uneven"] = True  # it failed, and layers behind the one that did have written nothing
+    _PASS.set(forward_pass.outer)
+    if output is None and forward_pass.cache is not None and bool(forward_pass.cache.get_seq_length() != forward_pass.held):
+        record_of(forward_pass.cache)["uneven"] = True  # it failed, and layers behind the one that did have written nothing
     cache = cache_in(values_of(output))  # None where the pass failed
-    if cache is not None and now.after is not None:
-        record_of(cache).update({"numbering": now.after, "ones": now.ones})
-    if cache is not None and now.axes is not None and now.of_keys is not None:
-        record_of(cache)["axes"] = now.of_keys
-    now.frame = now.cache = now.outer = None  # masks know the pass, and may outlive it
+    if cache is not None and forward_pass.after is not None:
+        record_of(cache).update({"numbering": forward_pass.after, "ones": forward_pass.ones})
+    if cache is not None and forward_pass.axes is not None and forward_pass.of_keys is not None:
+        record_of(cache)["axes"] = forward_pass.of_keys
+    forward_pass.frame = forward_pass.cache = forward_pass.outer = None  # masks know the pass, and may outlive it
 
 
 @contextmanager
 def probing(state: AttentionState, plans: Mapping[nn.Module, LayerPlan]) -> Iterator[None]:
     """While open, this thread's calls of a model's layers run plans that the model does not have."""
-    now = ForwardContext(current_pass(), state, frame=frame_above(2), probed=plans)  # of the `with`
-    token = _PASS.set(now)
+    forward_pass = ForwardContext(current_pass(), state, frame=frame_above(2), probed=plans)  # of the `with`
+    token = _PASS.set(forward_pass)
     try:
         yield
     finally:
@@ -316,23 +332,23 @@ def probing(state: AttentionState, plans: Mapping[nn.Module, LayerPlan]) -> Iter
 
 def is_probing() -> bool:
     """Tell whether this thread's pass is one of `probing`."""
-    return (now := _PASS.get()) is not None and now.probed is not None
+    return (forward_pass := _PASS.get()) is not None and forward_pass.probed is not None
 
 
-def _several(now: ForwardContext, remapped: bool) -> None:
+def _find_token_axes(forward_pass: ForwardContext, remapped: bool) -> None:
     """Find out whether tokens of a pass, or keys in its cache, are at several positions each.
 
     Raises:
         ValueError: keys in the cache are, and the positions of some are not known.
     """
-    positions, cache = now.positions, now.cache
+    positions, cache = forward_pass.positions, forward_pass.cache
     known: Tensor | None = None if cache is None else record_of(cache).get("axes")
     differ = False
     if remapped and positions is not None and positions.ndim > 2 and readable(positions):
         differ = bool((positions != positions[:1]).any())
     if known is None and not differ:
         return
-    held = int(now.held)
+    held = int(forward_pass.held)
     if cache is not None and known is not None and known.shape[-1] > held:  # cropped since
         known = record_of(cache)["axes"] = known[..., :held]
     if not remapped:  # the keys that it writes are not known then
@@ -342,15 +358,15 @@ def _several(now: ForwardContext, remapped: bool) -> None:
     if positions is None:
         raise ValueError(_SAY)
     own = (positions if positions.ndim > 2 else positions[None])[-3:]  # of four the first numbers the text
-    now.axes, now.of_keys = own.expand(3, -1, -1), known
-    now.longest = int(own[0].max()), held + own.shape[-1]
+    forward_pass.axes, forward_pass.of_keys = own.expand(3, -1, -1), known
+    forward_pass.longest = int(own[0].max()), held + own.shape[-1]
     if known is not None and held:
         if bool((own[0, :, 0] > known.amax((0, 2)).to(own.device) + 1).any()):  # keys were thrown away
             raise ValueError(_ENDS)
-        now.longest = max(now.longest[0], int(known[0].max())), now.longest[1]
+        forward_pass.longest = max(forward_pass.longest[0], int(known[0].max())), forward_pass.longest[1]
 
 
-def _check_several(now: ForwardContext, state: AttentionState, model: Any) -> None:
+def _check_token_axes(forward_pass: ForwardContext, state: AttentionState, model: Any) -> None:
     """Before a pass whose tokens are at several positions each: whether what a method changes in it is defined, and known.
 
     Raises:
@@ -358,20 +374,20 @@ def _check_several(now: ForwardContext, state: AttentionState, model: Any) -> No
         NotImplementedError: some of its layers are compiled, which see one position.
     """
     plans = [plan for m in model.modules() if (plan := plan_of(m)) is not None and plan.state is state]
-    changed = [plan for plan in plans if plan.rotary is not None and not now.unchanged(plan)]
+    changed = [plan for plan in plans if plan.rotary is not None and not forward_pass.unchanged(plan)]
     for plan in changed:
         remap = None if plan.config is None else plan.config.remap
         if remap is not None and remap.why_one_axis is not None:
-            near, position = plan.limits[0], now.longest[0]
+            near, position = plan.limits[0], forward_pass.longest[0]
             raise ValueError(_UNDEFINED.format(name=remap.name, why=remap.why_one_axis, near=near, position=position))
     if changed and any(map(is_compiled, model.modules())):
         raise NotImplementedError(COMPILED)
     sources = [plan.rotary for plan in changed if plan.rotary is not None]
     if state.by_axis is not None and any(source.axis is None and not source.still for source in sources):
-        state.by_axis(state, model, 4 if now.numbers_text else 3)
+        state.by_axis(state, model, 4 if forward_pass.numbers_text else 3)
 
 
-def carried(original: Callable[..., Any], self: Cache, *args: Any, **kwargs: Any) -> Any:
+def carry_token_axes(original: Callable[..., Any], self: Cache, *args: Any, **kwargs: Any) -> Any:
     """Let the positions of a cache's keys go where these go, when its rows are reordered, repeated or selected."""
     out = original(self, *args, **kwargs)
     if (axes := record_of(self).get("axes")) is not None:

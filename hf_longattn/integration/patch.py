@@ -22,7 +22,7 @@ class Patch(NamedTuple):
     Args:
         owner: the class, or "module:class" of one that is wrapped as soon as its module is imported; or the module of a
             function, which is wrapped wherever it has been imported by name.
-        wrapper: takes the original, then what that takes, and calls it first or last; of a patch that is `whole`, it takes
+        wrapper: takes the original, then what that takes, and calls it first or last; of a patch that is a `factory`, it takes
             the original alone (None: there was none) and returns what stands in its place.
         why: what would go wrong without.
     """
@@ -31,7 +31,7 @@ class Patch(NamedTuple):
     name: str
     wrapper: Callable[..., Any]
     why: str
-    whole: bool = False
+    factory: bool = False
 
     def __str__(self) -> str:
         owner = self.owner.partition(":")[2] if isinstance(self.owner, str) else self.owner.__name__.rpartition(".")[2]
@@ -60,7 +60,7 @@ def _install_late(patch: Patch) -> None:
 
 def _install(owner: type | ModuleType, patch: Patch) -> None:
     present = inspect.getattr_static(owner, patch.name, None)
-    if patch.whole:
+    if patch.factory:
         setattr(owner, patch.name, patch.wrapper(present))
         return
     kind: Any = type(present) if isinstance(present, (classmethod, staticmethod)) else lambda function: function

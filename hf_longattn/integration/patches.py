@@ -36,7 +36,7 @@ from .names import (
 )
 from .offload import keep_learned, refuse_to_save
 from .parameters import initialise
-from .passes import carried
+from .passes import carry_token_axes
 from .patch import Patch
 from .planning import prepare, refuse_name
 from .resume import train
@@ -307,8 +307,10 @@ def _set_attn_implementation(
         attn_implementation = _by_part(self.config, attn_implementation)
         original(self, attn_implementation, *args, **kwargs)
         says, names = language_config(self.config), [get_implementation(c) for c in view.configs]
-        if any(map(is_longattn_name, (*names, *(name for _, name in before)))) and any(c is says for c in view.speaking):
-            for c in view.speaking:  # transformers passes over those of layers that were copied, and of a body from elsewhere
+        if any(map(is_longattn_name, (*names, *(name for _, name in before)))) and any(c is says for c in view.method_configs):
+            for c in (
+                view.method_configs
+            ):  # transformers passes over those of layers that were copied, and of a body from elsewhere
                 set_implementation(c, get_implementation(says))
         for c, implementation in before:
             if is_longattn_name(get_implementation(c)) and not is_longattn_name(implementation):
@@ -338,7 +340,7 @@ PATCHES = (
         "longattn",
         lambda _: property(_get_section, _set_section),
         "from_pretrained(longattn=...) accepts only known attributes",
-        whole=True,
+        factory=True,
     ),
     Patch(PreTrainedConfig, "to_dict", _to_dict, "transformers never writes the attention implementation; we must"),
     Patch(
@@ -353,7 +355,7 @@ PATCHES = (
         "_attn_implementation",
         _keeping_our_name,
         "None would remove the method of a config that exists already, and a part that is not there be passed over",
-        whole=True,
+        factory=True,
     ),
     Patch(PreTrainedModel, "from_pretrained", _from_pretrained, "with config=, longattn= would reach the model's constructor"),
     Patch(PreTrainedModel, "_from_config", _from_config, "longattn= would reach the model's constructor"),
@@ -383,8 +385,13 @@ PATCHES = (
         "a tokenizer beside a longer model would go on cutting texts; of offloaded weights the error names no way out",
     ),
     Patch(PreTrainedTokenizerBase, "save_pretrained", _save_pretrained, "the same, where it is saved after its model"),
-    Patch(Cache, "reorder_cache", carried, "where pictures stand (M-RoPE) is kept beside a cache, and goes with its rows"),
-    Patch(Cache, "batch_repeat_interleave", carried, "the same"),
-    Patch(Cache, "batch_select_indices", carried, "the same"),
+    Patch(
+        Cache,
+        "reorder_cache",
+        carry_token_axes,
+        "where pictures stand (M-RoPE) is kept beside a cache, and goes with its rows",
+    ),
+    Patch(Cache, "batch_repeat_interleave", carry_token_axes, "the same"),
+    Patch(Cache, "batch_select_indices", carry_token_axes, "the same"),
     Patch("transformers.trainer:Trainer", "train", train, "it would continue from weights of another attention"),
 )

@@ -15,19 +15,19 @@ from .layers import Layer, View
 from .masks import refuse_both_ways
 from .model_facts import facts_of
 from .names import is_longattn_name, name_for, parsed_config, raw_section, short
-from .parameters import bring
-from .passes import watch
+from .parameters import attach_learned_parts
+from .passes import hook_passes
 from .saved_method import by_number, refuse_kind
 from .state import (
     AttentionState,
     LayerPlan,
     is_settled,
+    outermost,
     plan_of,
     refuse_shared,
     remember,
     set_plan,
     track_model,
-    whole_of,
 )
 from .verify import rotation_of, verify_at_first_call, verify_axes, verify_rotations
 
@@ -50,13 +50,13 @@ def put(view: View, config: LongAttnConfig, name: str, longer: int | None = None
     """Put a config into a model under a name: plan, check, and then write.
 
     Args:
-        longer: how long a text the model reads now, and is to read on if the config reaches so far.
+        longer: the length that the model was extended to, which stays if the config reaches so far.
 
     Returns:
         what the model runs now.
 
     Raises:
-        ValueError: the config does not fit; all that is written then is what ran before, which a transaction takes back.
+        ValueError: the config does not fit. Only what ran before has been noted then, which a transaction takes back.
     """
     if (target := view.target) is None:
         raise ValueError(no_layer(view, config))
@@ -66,14 +66,14 @@ def put(view: View, config: LongAttnConfig, name: str, longer: int | None = None
         for x in view.layers
         if (c := x.config) is not target and is_longattn_name(get_implementation(c))
     }
-    for c in view.speaking:
+    for c in view.method_configs:
         if not is_longattn_name(get_implementation(c)):
             remember(view, c, get_implementation(c))
     for adapter in view.adapters:
         refuse_kind(adapter, config)
     bound, plans, facts = _plan(view, config, state, longer)
     plans |= left_alone
-    for c in view.speaking:
+    for c in view.method_configs:
         set_implementation(c, name)  # not by the property, which would switch towers too
     if verify:
         plans |= verify_rotations(view, plans)
@@ -83,17 +83,19 @@ def put(view: View, config: LongAttnConfig, name: str, longer: int | None = None
     unverified = any(plan.rotary is not None and not plan.rotary.verified for plan in plans.values())
     state.unverified, state.by_axis, state.renew = verify_at_first_call if unverified else None, verify_axes, renew
     track_model(view.model)
-    bring(view, facts)
+    attach_learned_parts(view, facts)
     guard(view, state)
-    watch(view, state)
+    hook_passes(view, state)
     return bound
 
 
 def settle(view: View) -> None:
-    """Let a model whose layers were copied, moved or dropped, came from another one, or were put under another head, run in
-    all of them what it runs, and all its configs say so.
+    """Plan a model anew if its layers, or configs, are no longer those that its method was put into (see `is_settled`): the
+    method goes into all its layers, and into all its configs.
 
-    ValueError: that is not known, since what it runs is not the same in all layers; or they are also those of another model.
+    Raises:
+        ValueError: the config differs by layer, and layers have changed their numbers; they are also those of another model;
+            or the model runs no method, and some of its layers do.
     """
     if (config := view.running) is None:
         _refuse_strangers(view)
@@ -114,8 +116,8 @@ def settle(view: View) -> None:
 
 
 def renew(state: AttentionState, model: nn.Module) -> None:
-    """Plan a model anew whose layers are not those that were planned. ValueError: see `settle`."""
-    view = View(whole_of(state, model))
+    """`settle` for a pass, which knows the innermost model alone."""
+    view = View(outermost(state, model))
     settle(view)
     state.arrange(view)
 
@@ -136,7 +138,7 @@ def _refuse_strangers(view: View) -> None:
     """ValueError: a model without a method has layers that run one, or a config that names one."""
     if view.state is not None and view.state.disabled is not None:
         return
-    names = (get_implementation(c) for c in view.speaking)
+    names = (get_implementation(c) for c in view.method_configs)
     if (name := next(filter(is_longattn_name, names), None)) is not None:
         strange = [x.index for x in view.candidates if is_longattn_name(get_implementation(x.module.config))]
         which = f"its layers {strange} came from a model" if strange else "its config is that of a model"

@@ -5,12 +5,16 @@ Those of earlier tokens, whose keys come out of the KV cache, are not: they coun
 from the start of the text, or as the 2-D mask does (generate's cumsum - 1, which skips padding inside a text). The call's own
 first token tells which; one that fits none is refused, and so is one that fits otherwise than the calls before it did, of
 which the cache keeps a note.
+
+`rows_under` is asked by each layer. It reads the mask (`masks.read_mask`), and `_with_positions` gives its rows the positions:
+`_decoding` for one token in few steps, `_Numbered` beside cache indices for any call, `_traced` inside graphs, `_by_axis` for
+pictures.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -86,14 +90,6 @@ _TRACED = (
 )
 
 
-class _Found(NamedTuple):
-    """The numbering of a call's tokens: of those that come first behind cached keys (if any does), and of all."""
-
-    behind: Numbering
-    all: Numbering
-    sees_cache: bool
-
-
 def rows_under(mask: Tensor | None, layer_call: LayerCall, q_len: int, kv_len: int) -> MaskContext:
     """Return the rows that a layer sees, in the context that it shares with layers called alike.
 
@@ -101,10 +97,10 @@ def rows_under(mask: Tensor | None, layer_call: LayerCall, q_len: int, kv_len: i
         NotImplementedError: there is no mask.
         ValueError: the mask or the positions have no meaning, or those of cached keys are unknown.
     """
-    positions, plan, now = layer_call.positions, layer_call.plan, layer_call.now
+    positions, plan, forward_pass = layer_call.positions, layer_call.plan, layer_call.forward_pass
     if mask is None:
         raise NotImplementedError(_NO_MASK + (_PARALLEL if layer_call.more.get("is_causal") else _ALONE))
-    if positions is None and now is None and plan.state.passes and not layer_call.traced:
+    if positions is None and forward_pass is None and plan.state.passes and not layer_call.traced:
         raise ValueError(_UNSEEN)
     context: MaskContext | None = None if layer_call.traced else existing_context(mask)
     if context is not None and context.rows is not None and context.kv_len == kv_len and context.positions is positions:
@@ -114,24 +110,28 @@ def rows_under(mask: Tensor | None, layer_call: LayerCall, q_len: int, kv_len: i
         raise ValueError(BOTH_WAYS.format("is_decoder=False or a like flag: its mask shows later tokens"))
     if not is_layout_mask(mask):  # the user's own, who may write to it, or to position_ids, before the next call
         if not layer_call.traced:
-            mask.__dict__["_longattn"] = MaskContext(now=now)
+            mask.__dict__["_longattn"] = MaskContext(forward_pass=forward_pass)
         seen = read_own_mask(mask, q_len, kv_len)
-        if now is not None and now.axes is not None:
+        if forward_pass is not None and forward_pass.axes is not None:
             if seen.counted is not None:
                 raise ValueError(_OWN_MASK)
-            return MaskContext().place(_by_axis(seen, seen.rows, now, kv_len), positions, kv_len)
-        rows = _placed(seen, positions, kv_len, remapped, now, own_mask=True)
+            return MaskContext().keep(_by_axis(seen, seen.rows, forward_pass, kv_len), positions, kv_len)
+        rows = _with_positions(seen, positions, kv_len, remapped, forward_pass, own_mask=True)
         if seen.counted is not None and plan.config is not None:
             refuse_unknown_start(plan.config, rows, positions)
-        return MaskContext().place(rows, positions, kv_len)
+        return MaskContext().keep(rows, positions, kv_len)
     seen = read_mask(mask, kv_len)
     context = MaskContext() if layer_call.traced or not readable(mask) else context_of(mask)
-    context.now, context.q_len = now, q_len
+    context.forward_pass, context.q_len = forward_pass, q_len
     known = context.rows is not None and context.positions is positions
-    rows = context.rows if known and context.rows is not None else _placed(seen, positions, kv_len, remapped, now)
+    rows = (
+        context.rows
+        if known and context.rows is not None
+        else _with_positions(seen, positions, kv_len, remapped, forward_pass)
+    )
     if not layer_call.traced:
         _refuse_packed(rows, layer_call.more)
-    return context.place(rows, positions, kv_len)
+    return context.keep(rows, positions, kv_len)
 
 
 def _refuse_packed(rows: AttentionLayout, more: Mapping[str, Any]) -> None:
@@ -147,12 +147,12 @@ def _refuse_packed(rows: AttentionLayout, more: Mapping[str, Any]) -> None:
         raise ValueError(_PACKED)
 
 
-def _placed(
+def _with_positions(
     seen: ParsedMask,
     position_ids: Tensor | None,
     kv_len: int,
     remapped: bool,
-    now: ForwardContext | None,
+    forward_pass: ForwardContext | None,
     own_mask: bool = False,
 ) -> AttentionLayout:
     """The rows with the positions that position_ids say: the same ones where these count as cache indices do.
@@ -160,69 +160,76 @@ def _placed(
     Args:
         seen: what was read off the mask.
         remapped: whether some layer remaps rotary distances, for which pictures cannot be counted as tokens.
-        now: the pass that takes note of how its tokens are numbered.
+        forward_pass: the pass that takes note of how its tokens are numbered.
         own_mask: whether the mask is the user's, who may draft a tree of tokens: the cache then keeps one path of it.
     """
-    several = None if now is None or now.axes is None else now
+    several = None if forward_pass is None or forward_pass.axes is None else forward_pass
     if several is not None and not several.numbers_text:
         return _by_axis(seen, seen.rows, several, kv_len)
     if position_ids is None:
         return seen.rows
     if position_ids.device != seen.rows.index.device and readable(position_ids):
-        position_ids = _on_host(seen, position_ids, kv_len, now)
-    position_ids = _one_axis(seen, position_ids, kv_len, remapped, alone=now is None or own_mask)
+        position_ids = _on_host(seen, position_ids, kv_len, forward_pass)
+    position_ids = _one_axis(seen, position_ids, kv_len, remapped, alone=forward_pass is None or own_mask)
     if not readable(seen.rows.index):
         return _traced(seen, position_ids, kv_len)
-    rows, found = _resolve(seen, position_ids, kv_len, now)
-    if now is not None:
-        now.note(*(found._replace(all=found.behind) if own_mask and not any(found.all) else found))
+    rows, first, tokens, sees_cache = _resolve(seen, position_ids, kv_len, forward_pass)
+    if forward_pass is not None:
+        forward_pass.note(first, first if own_mask and not any(tokens) else tokens, sees_cache)
     return rows if several is None else _by_axis(seen, rows, several, kv_len)
 
 
-def _on_host(seen: ParsedMask, position_ids: Tensor, kv_len: int, now: ForwardContext | None) -> Tensor:
+def _on_host(seen: ParsedMask, position_ids: Tensor, kv_len: int, forward_pass: ForwardContext | None) -> Tensor:
     """position_ids where the rows are: read, but for few tokens behind a cache, which are what continues it.
 
     That they are, the device confirms while the host goes on.
     """
-    kept, rows = {} if now is None else now.kept, seen.rows
+    kept, rows = {} if forward_pass is None else forward_pass.kept, seen.rows
     given, known = kept.get("position_ids", (None, None))
-    expected = _continued(seen, position_ids, kv_len, now)
+    expected = _continued(seen, position_ids, kv_len, forward_pass)
     if given is position_ids and (expected is None or torch.equal(known, expected)):
         return known
     if expected is None:
         known = position_ids.to(rows.index.device)
     else:
-        assert now is not None
-        assert now.state is not None
+        assert forward_pass is not None
+        assert forward_pass.state is not None
         known, first = expected, int(expected[0, 0])
         shared = bool((expected == first).all())
         holds = (position_ids == (first if shared else sent(expected, position_ids.device))).all()
-        now.state.claims.claim(holds, _LATE)
+        forward_pass.state.claims.claim(holds, _LATE)
     kept["position_ids"] = position_ids, known
     return known
 
 
-def _continued(seen: ParsedMask, position_ids: Tensor, kv_len: int, now: ForwardContext | None) -> Tensor | None:
+def _continued(seen: ParsedMask, position_ids: Tensor, kv_len: int, forward_pass: ForwardContext | None) -> Tensor | None:
     """The position_ids of few tokens that continue a cache as it was numbered, (batch, q_len); None: they may be any."""
-    if now is None or now.state is None or now.cache is None or now.axes is not None or _several_processes():
+    if (
+        forward_pass is None
+        or forward_pass.state is None
+        or forward_pass.cache is None
+        or forward_pass.axes is not None
+        or _several_processes()
+    ):
         return None
     rows, counted = seen.rows, seen.counted
-    numbering, q_len = record_of(now.cache).get("numbering"), rows.index.shape[1]
+    numbering, q_len = record_of(forward_pass.cache).get("numbering"), rows.index.shape[1]
     if not numbering or not any(numbering) or q_len > FEW_QUERIES or position_ids.shape[1:] != (q_len,):
         return None
+    by_index, by_start, _ = numbering
     query, key_start, start, _, _ = rows.columns
-    begins = record_of(now.cache).get("ones") is not None or bool((start >= seen.first).any())
+    begins = record_of(forward_pass.cache).get("ones") is not None or bool((start >= seen.first).any())
     if begins or not bool(rows.tokens(kv_len).all()):
         return None
-    if counted is None or numbering[0] or numbering[1]:
-        return query if numbering[0] else query - start
+    if counted is None or by_index or by_start:
+        return query if by_index else query - start
     return counted.gather(1, (query - key_start).expand(len(counted), -1))
 
 
-def _from_zero(seen: ParsedMask, position_ids: Tensor, now: ForwardContext | None) -> Tensor:
+def _from_zero(seen: ParsedMask, position_ids: Tensor, forward_pass: ForwardContext | None) -> Tensor:
     """The position_ids, but those of texts that begin behind an empty prompt, which generate() counts from 1, less 1."""
-    held, ones = _from_one(seen, now)
-    if now is None or not held:
+    held, ones = _from_one(seen, forward_pass)
+    if forward_pass is None or not held:
         return position_ids
     at = seen.rows.columns
     if ones is None:
@@ -230,27 +237,31 @@ def _from_zero(seen: ParsedMask, position_ids: Tensor, now: ForwardContext | Non
         ones = int(at.start.where(begins, FAR).min())
         if ones == FAR:
             return position_ids
-    now.ones = ones
+    forward_pass.ones = ones
     return position_ids - (at.start[:, -1:] >= ones).to(position_ids.device, position_ids.dtype)
 
 
-def _from_one(seen: ParsedMask, now: ForwardContext | None) -> tuple[int, int | None]:
+def _from_one(seen: ParsedMask, forward_pass: ForwardContext | None) -> tuple[int, int | None]:
     """Return the number of tokens that a pass's cache held as it began, and from which on texts count from 1, if any do."""
-    if now is None or now.cache is None:
+    if forward_pass is None or forward_pass.cache is None:
         return 0, None
-    held = now.held if isinstance(now.held, int) else int(seen.first.max())  # a static cache counts on the device
-    return held, None if not held else record_of(now.cache).get("ones")
+    held = (
+        forward_pass.held if isinstance(forward_pass.held, int) else int(seen.first.max())
+    )  # a static cache counts on the device
+    return held, None if not held else record_of(forward_pass.cache).get("ones")
 
 
-def _by_axis(seen: ParsedMask, rows: AttentionLayout, now: ForwardContext, kv_len: int) -> AttentionLayout:
+def _by_axis(seen: ParsedMask, rows: AttentionLayout, forward_pass: ForwardContext, kv_len: int) -> AttentionLayout:
     """The rows of a text with pictures, whose tokens are at several positions each; those of cached keys the pass knows."""
-    assert now.axes is not None
-    held = now.longest[1] - now.axes.shape[2]
-    if now.of_keys is None or now.of_keys.shape[2] == held:
-        known = _of_text(seen, now, kv_len, held) if now.of_keys is None else now.of_keys
-        batch = max(known.shape[1], now.axes.shape[1])
-        now.of_keys = torch.cat([x.expand(3, batch, -1).to(now.axes.device) for x in (known, now.axes)], -1)
-    whole, index = now.of_keys.to(rows.index.device), rows.columns
+    assert forward_pass.axes is not None
+    held = forward_pass.longest[1] - forward_pass.axes.shape[2]
+    if forward_pass.of_keys is None or forward_pass.of_keys.shape[2] == held:
+        known = _of_text(seen, forward_pass, kv_len, held) if forward_pass.of_keys is None else forward_pass.of_keys
+        batch = max(known.shape[1], forward_pass.axes.shape[1])
+        forward_pass.of_keys = torch.cat(
+            [x.expand(3, batch, -1).to(forward_pass.axes.device) for x in (known, forward_pass.axes)], -1
+        )
+    whole, index = forward_pass.of_keys.to(rows.index.device), rows.columns
     batch = max(whole.shape[1], len(rows.index))
 
     def at(which: Tensor) -> Tensor:  # (batch or 1, n)
@@ -264,17 +275,17 @@ def _by_axis(seen: ParsedMask, rows: AttentionLayout, now: ForwardContext, kv_le
     return rows.by_axis(query.clamp(min=0), key.clamp(min=0))
 
 
-def _of_text(seen: ParsedMask, now: ForwardContext, kv_len: int, held: int) -> Tensor:
+def _of_text(seen: ParsedMask, forward_pass: ForwardContext, kv_len: int, held: int) -> Tensor:
     """Return the positions of a text's cached keys before its first picture, (1, batch, keys)."""
-    assert now.axes is not None
-    call = _Numbered(seen, now.axes[0], kv_len)
+    assert forward_pass.axes is not None
+    call = _Numbered(seen, forward_pass.axes[0], kv_len)
     if bool((seen.first != held).any()):
         raise ValueError(_UNKNOWN)
     if not held:
         return call.keys[None, :, :0]
     if not bool(call.known.all()) or bool((call.keys[:, 0] != 0).any()):
         raise ValueError(_UNKNOWN)
-    now.note(cast("Numbering", tuple(torch.stack(call.behind).tolist())), (True, True, True), True)
+    forward_pass.note(cast("Numbering", tuple(torch.stack(call.behind).tolist())), (True, True, True), True)
     return call.cached[None, :, :held].clamp(min=0)
 
 
@@ -314,29 +325,34 @@ def _own(seen: ParsedMask, position_ids: Tensor) -> Tensor:
 
 
 class _Numbered:
-    """The position_ids of a call beside its cache indices: p, cache_index and start (batch, q_len), keys (batch, kv_len)."""
+    """The position_ids of a call beside its cache indices, from which follows how its tokens are numbered.
+
+    Of each query, (batch, q_len): its position and cache_index; start, the cache index where its sequence starts; origin, the
+    position there; real, whether it is no padding. Of the first real token, (batch, 1): offset, its position less its cache
+    index; text_start, its start; by_index, by_start, by_count, whether it is numbered so. keys: the cache indices of keys,
+    (batch, kv_len); first: that of the call's first token, (batch, 1).
+    """
 
     def __init__(self, seen: ParsedMask, position_ids: Tensor, kv_len: int) -> None:
         rows, counted, first = seen
         index = rows.index
         batch = max(index.shape[0], position_ids.shape[0])
-        self.rows, self.counted, self.p = rows, counted, _own(seen, position_ids).expand(batch, -1)
+        self.rows, self.counted, self.position = rows, counted, _own(seen, position_ids).expand(batch, -1)
         self.tokens = position_ids.to(index.device).expand(batch, -1)  # of the whole call
         index = index.expand(batch, -1, -1)
         self.cache_index, _, self.start, _, _ = Columns(*index.unbind(-1))
         self.first = first.expand(batch, -1)
         self.keys = rows.key_indices(kv_len)[:, 0].expand(batch, -1)
         self.real = rows.tokens(kv_len).expand(batch, -1)  # padding may be at any position
-        self.none_real = ~self.real.any(-1, keepdim=True)
-        # the first token of the call that is none, and how far its position is from its cache index
-        which = self.real.int().argmax(-1, keepdim=True)
-        self.off = (self.p - self.cache_index).gather(1, which)
-        self.lead = self.start.gather(1, which)
-        self.by_index, self.by_start = self.off == 0, self.off == -self.lead
+        self.all_padding = ~self.real.any(-1, keepdim=True)
+        which = self.real.int().argmax(-1, keepdim=True)  # the first real token
+        self.offset = (self.position - self.cache_index).gather(1, which)
+        self.text_start = self.start.gather(1, which)
+        self.by_index, self.by_start = self.offset == 0, self.offset == -self.text_start
         self.by_count = torch.zeros_like(self.by_index)
         if counted is not None:
             column = (self.cache_index.gather(1, which) - self.keys[:, :1]).clamp(0, kv_len - 1)
-            self.by_count = counted.expand(batch, -1).gather(1, column) == self.p.gather(1, which)
+            self.by_count = counted.expand(batch, -1).gather(1, column) == self.position.gather(1, which)
         self.sees_cache, self.origin = self._sees_cache(), self._origin()
 
     def _sees_cache(self) -> Tensor:
@@ -350,29 +366,29 @@ class _Numbered:
     @property
     def known(self) -> Tensor:
         """True where the positions of all visible keys are known, (batch, 1)."""
-        return self.by_index | self.by_start | self.by_count | self.none_real | ~self.sees_cache
+        return self.by_index | self.by_start | self.by_count | self.all_padding | ~self.sees_cache
 
     @property
     def regular(self) -> Tensor:
         """True where all positions differ as cache indices do, (batch, 1)."""
-        even = ((self.p - self.origin == self.cache_index - self.start) | ~self.real).all(-1, keepdim=True)
-        return self.none_real | (even & (self.by_index | self.by_start | ~self.sees_cache))
+        even = ((self.position - self.origin == self.cache_index - self.start) | ~self.real).all(-1, keepdim=True)
+        return self.all_padding | (even & (self.by_index | self.by_start | ~self.sees_cache))
 
     @property
     def behind(self) -> list[Tensor]:
-        """`_Found.behind`, unread."""
+        """The numbering of the tokens that come first behind cached keys, if any does, as bools on the device."""
         by_count = self.by_start if self.counted is None else self.by_count
         return [(fits | ~self.sees_cache).all() for fits in (self.by_index, self.by_start, by_count)]
 
     @property
     def all(self) -> list[Tensor]:
-        """`_Found.all`, unread."""
+        """The numbering of all tokens, as bools on the device."""
         from_start = self.cache_index - self.start
         count = from_start
         if self.counted is not None:
             column = (self.cache_index - self.keys[:, :1]).clamp(0, self.keys.shape[1] - 1)
             count = self.counted.expand(len(column), -1).gather(1, column)
-        return [((self.p == at) | ~self.real).all() for at in (self.cache_index, from_start, count)]
+        return [((self.position == at) | ~self.real).all() for at in (self.cache_index, from_start, count)]
 
     @property
     def next(self) -> Tensor:
@@ -381,7 +397,7 @@ class _Numbered:
 
     def _origin(self) -> Tensor:
         """The position at which each token's sequence starts, at a token of this call or at a cached one, (batch, q_len)."""
-        cached = torch.where(self.by_index, self.lead, 0)
+        cached = torch.where(self.by_index, self.text_start, 0)
         inside = (self.start - self.first).clamp(0, self.tokens.shape[1] - 1)
         return torch.where(self.start >= self.first, self.tokens.gather(1, inside), cached)
 
@@ -389,7 +405,7 @@ class _Numbered:
     def cached(self) -> Tensor:
         """The positions of keys that are in the cache, (batch, kv_len)."""
         counted = self.keys if self.counted is None else self.counted
-        return torch.where(self.by_index, self.keys, torch.where(self.by_start, self.keys - self.lead, counted))
+        return torch.where(self.by_index, self.keys, torch.where(self.by_start, self.keys - self.text_start, counted))
 
     def explicit(self) -> AttentionLayout:
         """The rows with positions written out, counted from the start of each sequence."""
@@ -397,7 +413,7 @@ class _Numbered:
         own = (self.keys >= self.first) & (self.keys < self.first + tokens)
         column = (self.keys - self.first).clamp(0, tokens - 1)
         keys = torch.where(own, self.tokens.gather(1, column), self.cached)
-        if tokens == self.p.shape[1]:
+        if tokens == self.position.shape[1]:
             row = torch.where(own, column, 0)
         else:  # of the rows that are left, the last one whose sequence starts no later
             row = (torch.searchsorted(self.start.contiguous(), self.keys.contiguous(), right=True) - 1).clamp(min=0)
@@ -405,60 +421,71 @@ class _Numbered:
         keys = (keys - start).clamp(min=0)
         if self.rows.hides_tokens:  # hidden ones take the position before theirs: then they never fall
             keys = keys.where(self.real, 0).cummax(-1).values
-        return self.rows.at((self.p - self.origin).clamp(min=0), keys)
+        return self.rows.at((self.position - self.origin).clamp(min=0), keys)
 
     @property
     def falls(self) -> Tensor:
         """True where a token of a call without a cache stands not after all visible ones before it, (batch, q_len)."""
-        p = (self.p - self.origin).where(self.real, -1)
+        p = (self.position - self.origin).where(self.real, -1)
         before = torch.nn.functional.pad(p.cummax(-1).values, (1, 0), value=-1)[:, : p.shape[1]]
         return (p <= before) & self.real
 
 
 def _resolve(
-    seen: ParsedMask, position_ids: Tensor, kv_len: int, now: ForwardContext | None
-) -> tuple[AttentionLayout, _Found]:
+    seen: ParsedMask, position_ids: Tensor, kv_len: int, forward_pass: ForwardContext | None
+) -> tuple[AttentionLayout, Numbering, Numbering, bool]:
+    """The rows with the call's positions; then what `ForwardContext.note` takes: the numbering of the tokens that come first
+    behind cached keys, that of all tokens, and whether any sees cached keys.
+
+    Raises:
+        ValueError: the positions have no meaning, or those of cached keys are unknown.
+    """
     rows = seen.rows
-    if rows.index.shape[1] == 1 and rows.allowed is None and not _several_processes():
-        fits, index, start, sees_cache, *behind = _decoding(seen, _own(seen, position_ids), now)
-        if fits:
-            return rows, _Found((behind[0], behind[1], behind[1]), (index, start, start), sees_cache)
-    call = _Numbered(seen, _from_zero(seen, position_ids, now), kv_len)
-    step, pair = call.p.diff(), call.next & call.real[:, 1:] & call.real[:, :-1]
+    one = rows.index.shape[1] == 1 and rows.allowed is None and not _several_processes()
+    if one and (numbered := _decoding(seen, _own(seen, position_ids), forward_pass)) is not None:
+        return rows, *numbered
+    call = _Numbered(seen, _from_zero(seen, position_ids, forward_pass), kv_len)
+    step, pair = call.position.diff(), call.next & call.real[:, 1:] & call.real[:, :-1]
     same = call.start[:, 1:] == call.start[:, :-1]
     new_document = (step > 1) & pair & ~same if rows.allowed is None else pair[:, :0]
-    whole = call.sees_cache | call.by_index | call.by_start | call.by_count | call.none_real | (not _several_processes())
-    usual = call.regular.all() & whole.all() & ~new_document.any()  # read from the device at once, with what is noted
+    unsplit = call.sees_cache | call.by_index | call.by_start | call.by_count | call.all_padding | (not _several_processes())
+    usual = call.regular.all() & unsplit.all() & ~new_document.any()  # read from the device at once, with what is noted
     usual, sees_cache, *found = torch.stack([usual, call.sees_cache.any(), *call.behind, *call.all]).tolist()
     if not usual:
         if bool(new_document.any()):
             raise ValueError(_JUMP)
-        if not bool(whole.all()):
-            raise ValueError(_SHARD.format(off=int(call.off.max())))
+        if not bool(unsplit.all()):
+            raise ValueError(_SHARD.format(off=int(call.offset.max())))
         if not bool(call.known.all()):
             raise ValueError(_UNKNOWN)
         rows = call.explicit()
         if bool(_goes_back(call, rows, kv_len).any()):
             raise ValueError(_RESET)
-    return rows, _Found(cast("Numbering", tuple(found[:3])), cast("Numbering", tuple(found[3:])), sees_cache)
+    return rows, cast("Numbering", tuple(found[:3])), cast("Numbering", tuple(found[3:])), sees_cache
 
 
-def _decoding(seen: ParsedMask, p: Tensor, now: ForwardContext | None) -> list[bool]:
-    """Read the numbering of calls of one token, in few steps: as may be, by cache index, from the start; any sees keys; and of
-    those that do, by cache index, from the start."""
+def _decoding(seen: ParsedMask, p: Tensor, forward_pass: ForwardContext | None) -> tuple[Numbering, Numbering, bool] | None:
+    """What `_resolve` returns behind the rows, of calls of one token, in few steps; None: they are to be looked at closer.
+
+    Args:
+        p: the positions of the tokens, int64 (batch or 1, 1).
+    """
     index, batch = seen.rows.index, max(len(seen.rows.index), len(p))
     read = torch.cat([index[:, 0].expand(batch, -1), p.expand(batch, -1)], -1).tolist()
-    held, ones = _from_one(seen, now)
+    held, ones = _from_one(seen, forward_pass)
     if held and ones is None:
         ones = next((own for own, _, start, low, _, at in read if at == 1 and own == start == low >= held), None)
-    if now is not None:
-        now.ones = ones
+    if forward_pass is not None:
+        forward_pass.ones = ones
     since = FAR if ones is None else ones
-    real = [
+    real = [  # by cache index, from the start, sees no other key
         (at == own, at - (start >= since) == own - start, low == own) for own, _, start, low, high, at in read if low <= high
     ]
+    if not all(map(any, real)):
+        return None
     by_index, by_start, alone = (all(one[n] for one in real) for n in range(3))
-    return [all(map(any, real)), by_index, by_start, not alone, *(all(one[n] or one[2] for one in real) for n in range(2))]
+    behind_index, behind_start = (all(one[n] or one[2] for one in real) for n in range(2))
+    return (behind_index, behind_start, behind_start), (by_index, by_start, by_start), not alone
 
 
 def _goes_back(call: _Numbered, out: AttentionLayout, kv_len: int) -> Tensor:
@@ -466,7 +493,7 @@ def _goes_back(call: _Numbered, out: AttentionLayout, kv_len: int) -> Tensor:
     rows = call.rows
     if rows.allowed is None:
         same = call.start[:, 1:] == call.start[:, :-1]
-        return (call.p.diff() <= 0) & call.next & call.real[:, 1:] & call.real[:, :-1] & same
+        return (call.position.diff() <= 0) & call.next & call.real[:, 1:] & call.real[:, :-1] & same
     if rows.hides_tokens:
         return call.falls
     assert out.query_ids is not None

@@ -28,8 +28,13 @@ from .internals import storage_of
 TURNED_BYTES = 2 << 30
 
 
-class _LayerKeys:
-    """The keys of one cache layer, rotated or normalised, and the keys that they were made of."""
+class LayerKeys:
+    """The keys of one cache layer, rotated or normalised, and what identifies the keys that they were made of.
+
+    Args:
+        by: what they are turned by.
+        key: the keys that the cache holds.
+    """
 
     def __init__(self, by: Hashable, key: Tensor) -> None:
         self.by, self.turned = by, RotatedKeys()
@@ -37,10 +42,10 @@ class _LayerKeys:
         self.note(key)
 
     def note(self, key: Tensor) -> None:
-        """The keys that the cache holds now."""
+        """Take note of the keys that the cache holds."""
         self.storage, self.version = StorageWeakRef(key.untyped_storage()), key._version
         self.shape, self.length, self.stride = key.shape[:2], key.shape[2], key.stride()
-        self.follows = False
+        self.follows = False  # whether the pass that runs began with these keys
 
     def begin(self, key: Any) -> bool:
         """Tell whether a pass begins with the keys that were noted, or the first of them, to which the notes are then cut."""
@@ -58,34 +63,28 @@ class _LayerKeys:
         return same
 
 
-class RotatedKeyCache:
-    """Rotated keys beside one cache, by the number of the layer."""
+def drop_other_keys(kept: dict[int, LayerKeys], cache: Cache) -> None:
+    """As a forward pass begins, drop what was made of keys that the cache holds no longer.
 
-    def __init__(self) -> None:
-        self.layers: dict[int, _LayerKeys] = {}
-
-    def begin(self, cache: Cache) -> None:
-        """A forward pass begins."""
-        held = len(cache.layers)
-        for n, own in list(self.layers.items()):
-            if n >= held or not own.begin(getattr(cache.layers[n], "keys", None)):
-                del self.layers[n]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(own.turned.nbytes for own in list(self.layers.values()))
+    Args:
+        kept: by the number of the layer.
+    """
+    held = len(cache.layers)
+    for n, own in list(kept.items()):
+        if n >= held or not own.begin(getattr(cache.layers[n], "keys", None)):
+            del kept[n]
 
 
-def beside(now: Any, number: int | None, q_len: int, by: Hashable, key: Tensor) -> RotatedKeys | None:
+def kept_keys(forward_pass: Any, number: int | None, q_len: int, by: Hashable, key: Tensor) -> RotatedKeys | None:
     """Return the kept keys of a layer; None: they are not a plain dynamic cache's, or are met for the first time.
 
     Args:
-        now: the layer's `ForwardContext`.
+        forward_pass: the layer's `ForwardContext`.
         number: the layer's in the cache.
         q_len: how many keys the pass wrote.
         by: what the keys are turned by.
     """
-    cache = now.cache
+    cache = forward_pass.cache
     if type(cache) is not DynamicCache or cache.offloading or number is None or number >= len(cache.layers):
         return None
     layer = cache.layers[number]
@@ -93,19 +92,24 @@ def beside(now: Any, number: int | None, q_len: int, by: Hashable, key: Tensor) 
         return None
     if key.is_inference():
         layer.keys = key = _counted(key)
-    caches = now.state.beside
+    caches = forward_pass.state.rotated_keys
     if (kept := caches.get(cache)) is None:
-        kept = caches[cache] = RotatedKeyCache()
-    own = kept.layers.get(number)
+        kept = caches[cache] = {}
+    own = kept.get(number)
     if own is None or own.by != by:
-        kept.layers[number] = _LayerKeys(by, key)
+        kept[number] = LayerKeys(by, key)
         return None
     if own.follows or storage_of(key) != own.storage.cdata:
         own.serves = own.follows and key.shape[2] == own.length + q_len
         if own.serves and not own.turned.nbytes:
-            own.serves = sum(other.nbytes for other in list(caches.data.values())) + key.nbytes <= TURNED_BYTES
+            own.serves = sum(map(nbytes_of, list(caches.data.values()))) + key.nbytes <= TURNED_BYTES
         own.note(key)
     return own.turned if own.serves else None
+
+
+def nbytes_of(kept: dict[int, LayerKeys]) -> int:
+    """The bytes of what is kept beside one cache."""
+    return sum(own.turned.nbytes for own in list(kept.values()))
 
 
 def _counted(key: Tensor) -> Tensor:

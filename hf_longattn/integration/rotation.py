@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +41,8 @@ class RotarySource:
     convention: Convention | None = None  # once it is verified
     still: bool = False
     axis: tuple[int, ...] | None = None
-    _seen: tuple[Tensor, Hashable, Rotation] | None = None
+    # the last rotation, and the frequencies that it was made of; init=False: `dataclasses.replace` begins without
+    _seen: tuple[Tensor, Hashable, Rotation] | None = field(default=None, init=False)
 
     @property
     def verified(self) -> bool:
@@ -91,7 +92,9 @@ def find_rotary(modules: Iterable[nn.Module], config: Any, layer_type: str | Non
     return None
 
 
-def settle(source: RotarySource, computed: Iterable[tuple[str, Tensor, Tensor]]) -> tuple[Convention | None, set[str]]:
+def find_convention(
+    source: RotarySource, computed: Iterable[tuple[str, Tensor, Tensor]]
+) -> tuple[Convention | None, set[str]]:
     """A source's convention by what its layers really computed, and which of them do not rotate; None if none does.
 
     Args:
@@ -123,7 +126,7 @@ def settle(source: RotarySource, computed: Iterable[tuple[str, Tensor, Tensor]])
     return (left[0] if left else None), still
 
 
-def settle_axes(source: RotarySource, computed: Iterable[tuple[str, Tensor, Tensor]]) -> tuple[int, ...]:
+def find_axes(source: RotarySource, computed: Iterable[tuple[str, Tensor, Tensor]]) -> tuple[int, ...]:
     """The axis of positions that turns each pair, by what layers really computed.
 
     Args:

@@ -57,7 +57,11 @@ def method_in(saved: Mapping[str, Any]) -> LongAttnConfig | None:
 
 
 def computed(config: LongAttnConfig | None, scheduled: Collection[str] = ()) -> dict[str, Any] | None:
-    """Return a config without the parameters that a schedule sets; None: no method."""
+    """What a config computes, as a dict to compare with another's; None: no method.
+
+    Args:
+        scheduled: parameters that a run sets before each step, and which may therefore differ.
+    """
     if config is None:
         return None
     parts = {key: value for key, value in config.to_dict().items() if key not in ("backend", "extended_to")}
@@ -82,7 +86,7 @@ def record(adapter: Any, model: PreTrainedModel, runs: LongAttnConfig | None) ->
         adapter.modules_to_save = sorted(x for x in kept if x.rpartition(".")[2] != LEARNED) or None
 
 
-def follow(view: View, runs: LongAttnConfig | None) -> None:
+def record_in_adapters(view: View, runs: LongAttnConfig | None) -> None:
     """Let all adapters of a model record what it runs now."""
     model = view.model
     configs = vars(model).get("peft_config") or {}

@@ -13,7 +13,7 @@ from transformers.masking_utils import create_masks_for_generate, create_sliding
 
 from .caches import CACHE
 from .names import before
-from .trained_length import hides
+from .trained_length import window_hides
 
 SLIDING = "sliding_attention"
 
@@ -31,7 +31,9 @@ def masks_of_jumps(model: Any, input_ids: Tensor, position_ids: Tensor) -> Any:
     """
     config, ones = model.config.get_text_config(), torch.ones_like(input_ids)
     known = before(config)
-    if SLIDING not in (getattr(config, "layer_types", None) or ()) or not (hides(config) if known is None else known.windows):
+    if SLIDING not in (getattr(config, "layer_types", None) or ()) or not (
+        window_hides(config) if known is None else known.windows
+    ):
         return ones
 
     def near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

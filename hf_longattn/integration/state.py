@@ -12,7 +12,7 @@ Each of these has its part of it as `_longattn`:
 Beside these, where other packages look for it: `module.longattn`, an attention module's learned parts, by which state_dicts
 name them; `config.longattn_lengths`, which is saved (see `max_length`); `model.longattn_adapters`, the configs of adapters
 that PEFT notes nowhere on the model. Copies and pickles of a model take all this along; models that share their attention
-modules share it. What a model made of the keys in a cache lies beside the cache and goes with it: `AttentionState.beside`.
+modules share it. What a model made of the keys in a cache (`AttentionState.rotated_keys`) goes with the cache.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import os
 import threading
-import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -38,14 +36,15 @@ from ..config import LongAttnConfig
 from ..core.call import Call
 from ..core.tables import TableCache
 from .device_checks import Claims
+from .gate import at_gate, gate_of, share_gate
 from .internals import HOOKS, IMPLEMENTATION, buffers_of, children_of, get_implementation, is_replica, set_implementation
 from .layers import View, pretrained
 from .max_length import announce
 from .names import Before, before, is_longattn_name, raw_section, record_in, set_record
 from .rope import RotaryTables, build, exchange
-from .rotated_key_cache import RotatedKeyCache
+from .rotated_key_cache import LayerKeys
 from .rotation import RotarySource
-from .trained_length import hides
+from .trained_length import window_hides
 
 #: What a model's tables may take: those of 32 layers with 32 heads each, for 128k tokens.
 TABLE_BYTES = 2 << 30
@@ -81,32 +80,34 @@ class AttentionState:
 
     tables: TableCache = field(default_factory=lambda: TableCache(TABLE_BYTES))
     strength: Tensor | None = None  # of the logit map once it is other than 1: compiled graphs read it when they run
-    whole: LongAttnConfig | None = None  # what the model runs
-    arrangement: Arrangement | None = None  # of its layers; copies have none, until their first forward pass
-    layers: tuple[int, ...] = ()  # the numbers of those that a method may go into, as they were when it came
-    renew: Callable[..., None] | None = None  # what plans a model anew, as a pass begins, whose layers are others
-    passes: tuple[RemovableHandle, ...] = ()  # hooks around a forward pass: see `passes.watch`
+    whole_config: LongAttnConfig | None = None  # what the model runs
+    arrangement: Arrangement | None = None  # of its layers when they were planned; copies have none, until their first pass
+    layers: tuple[int, ...] = ()  # the numbers of `View.candidates`, as they were when the method came
+    # three functions of modules that import this one:
+    renew: Callable[..., None] | None = None  # `planning.renew`, for a pass that finds the model's layers changed
+    passes: tuple[RemovableHandle, ...] = ()  # hooks around a forward pass: see `passes.hook_passes`
     traced: Any = None  # the `ForwardContext` that a graph is traced through
     group: Any = None  # of the processes that share each of its sequences: see `engines.ulysses`; copies have none
     remapped: bool = False  # whether a remap of rotary distances acts in some layer
-    unverified: Callable[..., None] | None = None  # what verifies rotations at the first pass, if there are any to verify
-    by_axis: Callable[..., None] | None = None  # what finds out by which of several positions it turns, when a picture comes
+    unverified: Callable[..., None] | None = None  # `verify.verify_at_first_call`; None: all rotations are verified
+    by_axis: Callable[..., None] | None = None  # `verify.verify_axes`, for the first pass with pictures
     alone: bool = False  # see `orphaned`
     guards: tuple[RemovableHandle, ...] = ()  # hooks that refuse calls: see `guards`
     disabled: tuple[list[tuple[Any, str]], RotaryTables | None, int | None] | None = (
         None  # what `enable` puts back, in that order
     )
     claims: Claims = field(default_factory=Claims)
-    kinds: dict[Hashable, object] = field(default_factory=dict)  # see `LayerPlan.kind`
-    beside: WeakKeyDictionary[Cache, RotatedKeyCache] = field(default_factory=WeakKeyDictionary)  # of caches; copies have none
+    method_ids: dict[Hashable, object] = field(default_factory=dict)  # those of all layers: see `LayerPlan.method_id`
+    # beside each KV cache, by the number of the layer; copies have none
+    rotated_keys: WeakKeyDictionary[Cache, dict[int, LayerKeys]] = field(default_factory=WeakKeyDictionary)
 
     def set_running(self, view: View, config: LongAttnConfig) -> None:
         """Let the configs of a model and its language model hold what it runs, and compiled graphs its strength."""
-        for c in (*view.speaking, view.model.config):
+        for c in (*view.method_configs, view.model.config):
             set_record(c, section=config)
-        self.whole = config
+        self.whole_config = config
         self.layers = tuple(x.index for x in view.candidates)
-        _GATES.setdefault(self, gate_of(view.model))  # at which the change that puts it there stands
+        share_gate(self, view.model)
         vars(view.inner)["_longattn"] = self
         value = config.strength
         if value is None:
@@ -117,8 +118,8 @@ class AttentionState:
     def arrange(self, view: View) -> Arrangement:
         """Note how a model's layers lie now and what its configs describe, with which forward passes compare it."""
         plans = [(x.module, plan) for x in view.layers if (plan := plan_of(x.module)) is not None and plan.state is self]
-        described = list({id(m.config): (m.config, plan.whole) for m, plan in plans}.values())
-        arrangement = Arrangement(described, *(_lay(view) if is_settled(view) else ()))
+        described = list({id(m.config): (m.config, plan.whole_config) for m, plan in plans}.values())
+        arrangement = Arrangement(described, *(_places_of(view) if is_settled(view) else ()))
         if not is_replica(view.model):
             self.arrangement = arrangement
         return arrangement
@@ -129,11 +130,11 @@ class AttentionState:
         return self.alone or any(handle.hooks_dict_ref() is None for handle in self.passes)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = vars(self) | {"arrangement": None, "group": None, "beside": None}
+        own = vars(self) | {"arrangement": None, "group": None, "rotated_keys": None}
         return own | ({"alone": True, "passes": (), "guards": ()} if self.orphaned else {})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, beside=WeakKeyDictionary())
+        vars(self).update(state, rotated_keys=WeakKeyDictionary())
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,14 +142,14 @@ class LayerPlan:
     """The plan of one attention module, made when the method was put into the model."""
 
     state: AttentionState
-    whole: Any  # the model's config that it was made from: what its config object holds, by identity
+    whole_config: Any  # the model's `LongAttnConfig` that it was made from: the very object that the model's config holds
     config: LongAttnConfig | None  # this layer's, or None if it is left alone
     reason: str = ""  # why it is left alone, or not remapped
     windowed: bool = False
     heads: int = 0
     rotary: RotarySource | None = None  # how the layer rotates, where its config remaps that
     observer: Callable[[Call], None] | None = None  # sees every call of this layer: see `observer`
-    index: int = -1  # the layer that it was made for; of those that no method goes into none
+    index: int = -1  # the number of the layer that it was made for; -1: one that no method goes into
 
     @functools.cached_property
     def identity_below(self) -> float:
@@ -168,19 +169,22 @@ class LayerPlan:
         return min((m.identity_below for m in intervals), default=math.inf), min(others, default=math.inf)
 
     @functools.cached_property
-    def kind(self) -> object:
-        """An object that layers of equal config and rotation share, and no others: quicker to compare than these."""
-        return self.state.kinds.setdefault((self.config, self.rotary), object())
+    def method_id(self) -> object:
+        """The object that stands for config and rotation in `Call.method_id`: layers where both are equal share it."""
+        return self.state.method_ids.setdefault((self.config, self.rotary), object())
 
 
 class Arrangement(NamedTuple):
-    """A model's configs and the places of its layers, as they were when it was planned.
+    """A model's configs and the places of its layers, as they were when it was planned: each pass compares them, in a few
+    steps, with what they are then.
 
     Args:
-        described: the configs of attention modules, each with what its entry held.
-        children: of the modules from the innermost model to its attention, as they have them; None where its layers are
-            others than those that its method was put into. held: what these were.
-        attention: the entries of each attention module; numbers: what number each had.
+        described: the config of each attention module, and the `LongAttnConfig` that its record held.
+        children: the tables of children (`children_of`) of the modules from the innermost model to its attention, which
+            change with them; None where its layers are others than those that its method was put into.
+        held: what these tables held.
+        attention: the `vars` of each attention module, which change with it.
+        numbers: the `layer_idx` that each had.
     """
 
     described: list[tuple[Any, Any]]
@@ -191,11 +195,11 @@ class Arrangement(NamedTuple):
 
     @property
     def is_described(self) -> bool:
-        """True: all configs still describe what was planned; those that run no method need not."""
-        return all(raw_section(c) is whole or not is_longattn_name(get_implementation(c)) for c, whole in self.described)
+        """True: all configs still hold what was planned; those that run no method need not."""
+        return all(raw_section(c) is held or not is_longattn_name(get_implementation(c)) for c, held in self.described)
 
     @property
-    def stands(self) -> bool:
+    def is_current(self) -> bool:
         """True: the model's layers are those that were planned, at their places and with their numbers."""
         if self.children is None or [x.get("layer_idx") for x in self.attention] != self.numbers:
             return False
@@ -230,11 +234,11 @@ def is_settled(view: View) -> bool:
     numbers = tuple(None if plan is None or plan.state is not view.state else plan.index for plan in plans)
     if view.state is None or not plans or numbers != view.state.layers or numbers != tuple(x.index for x in view.candidates):
         return False
-    return all(plans[0] is not None and raw_section(c) is plans[0].whole for c in view.speaking)
+    return all(plans[0] is not None and raw_section(c) is plans[0].whole_config for c in view.method_configs)
 
 
-def _lay(view: View) -> tuple[list[Any], list[tuple[Any, ...]], list[dict[str, Any]], list[int | None]]:
-    """Return all of an `Arrangement` but the first."""
+def _places_of(view: View) -> tuple[list[Any], list[tuple[Any, ...]], list[dict[str, Any]], list[int | None]]:
+    """The fields of an `Arrangement` behind `described`."""
     attention = [x.module for x in view.candidates]
     inside = {x for module in attention for x in module.modules()}
     around = [m for m in view.inner.modules() if m not in inside and not inside.isdisjoint(m.modules())]
@@ -242,84 +246,31 @@ def _lay(view: View) -> tuple[list[Any], list[tuple[Any, ...]], list[dict[str, A
     return children, [tuple(x.values()) for x in children], own, [x.get("layer_idx") for x in own]
 
 
-class Undo:
-    """The entries that a change of a model's attention writes, as they were before."""
+def snapshot(view: View) -> Callable[..., None]:
+    """Note the entries that a change of a model's attention writes; returns the function that puts them back, all of them or
+    only those of the names that it is given.
+    """
+    owners = (*view.configs, *view.adapters, view.state, view.inner, getattr(view.model, "generation_config", None))
+    entries = [vars(x) for x in owners if x is not None]
+    entries.append(vars(view.model).get("peft_config") or {})
+    entries += [vars(x.module) for x in view.layers] + [children_of(m) for m in view.modules]
+    turning = [m for m in view.modules if buffers_of(m)]
+    entries += [entry for m in turning for entry in (vars(m), buffers_of(m))]  # frequencies may change with a pass
+    hooked = [view.inner, *turning, *(m for m in view.modules if isinstance(m, nn.Embedding))]
+    entries += [vars(m)[name] for m in hooked for name in HOOKS]
+    noted = [(live, dict(live)) for live in entries]
 
-    def __init__(self, view: View) -> None:
-        owners = (*view.configs, *view.adapters, view.state, view.inner, getattr(view.model, "generation_config", None))
-        entries = [vars(x) for x in owners if x is not None]
-        entries.append(vars(view.model).get("peft_config") or {})
-        entries += [vars(x.module) for x in view.layers] + [children_of(m) for m in view.modules]
-        turning = [m for m in view.modules if buffers_of(m)]
-        entries += [entry for m in turning for entry in (vars(m), buffers_of(m))]  # frequencies may change with a pass
-        hooked = [view.inner, *turning, *(m for m in view.modules if isinstance(m, nn.Embedding))]
-        entries += [vars(m)[name] for m in hooked for name in HOOKS]
-        self.entries = [(live, dict(live)) for live in entries]
-
-    def __call__(self, names: tuple[str, ...] | None = None) -> None:
-        """Put them back; or only those of these names."""
-        for live, kept in self.entries:
+    def put_back(names: tuple[str, ...] | None = None) -> None:
+        for live, kept in noted:
             for name in [*live] if names is None else names:
                 live.pop(name, None)
             live.update(kept if names is None else {name: kept[name] for name in names if name in kept})
 
-
-#: The entries that decide how calls are computed.
-CALLS = (IMPLEMENTATION, "_longattn", "whole", "strength")
+    return put_back
 
 
-@dataclass(eq=False)
-class Gate:
-    """What keeps the changes of a model and its forward passes apart: passes begin, and changes are made, under one lock.
-
-    Args:
-        lock: held by a pass as it begins, and by a change to its end. Nests.
-        begun: the `ForwardContext` of each pass that began, weakly: one that a thread left behind when it died is over.
-    """
-
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    begun: list[ref[Any]] = field(default_factory=list)
-
-    @property
-    def running(self) -> list[Any]:
-        """The passes that have not ended."""
-        return [now for one in self.begun if (now := one()) is not None and now.runs]
-
-    @property
-    def runs_here(self) -> bool:
-        """True: one of them is this thread's, which a change would wait for in vain."""
-        return any(now.thread == threading.get_ident() for now in self.running)
-
-    def let_in(self, now: Any) -> None:
-        """Note a pass that begins, and forget those that are over."""
-        self.begun[:] = map(ref, [*self.running, now])
-
-    def wait(self) -> None:
-        """Wait for the passes of other threads; none begins meanwhile, since this one holds the lock."""
-        while self.running and not self.runs_here:
-            time.sleep(1e-3)
-
-
-#: By state, or by model where no method came yet.
-_GATES: WeakKeyDictionary[Any, Gate] = WeakKeyDictionary()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_GATES.clear)  # there are no other threads, whatever they were doing
-
-
-def gate_of(of: Any) -> Gate:
-    """Return the gate of a state, or of a model without one."""
-    return _GATES.setdefault(of, Gate())
-
-
-@contextmanager
-def at_gate(of: Callable[[], Any]) -> Iterator[Gate]:
-    """Hold the gate of what a function returns: another state, where a change put one there while this thread waited."""
-    while True:
-        gate = gate_of(of())
-        with gate.lock:
-            if gate_of(of()) is gate:
-                yield gate
-                return
+#: The names of those entries that decide how calls are computed.
+CALLS = (IMPLEMENTATION, "_longattn", "whole_config", "strength")
 
 
 def _refused(base: nn.Module) -> RuntimeError:
@@ -368,11 +319,11 @@ def transaction(model: nn.Module, waits: bool = False) -> Iterator[View]:
     with changing(model, waits=waits) as view:
         if view.state is not None and view.state.disabled is not None:
             raise RuntimeError("the model's method is disabled (disable_adapter): change it after enabling it again")
-        undo = Undo(view)
+        put_back = snapshot(view)
         try:
             yield view
         except BaseException:
-            undo()
+            put_back()
             raise
 
 
@@ -399,13 +350,13 @@ def refuse_abroad(module: nn.Module, plan: LayerPlan) -> None:
     whole = model_of(plan.state) if plan.state.passes else None
     if plan.state.orphaned or (whole is not None and module not in set(whole.modules())):
         raise ValueError(
-            f"a layer is called that was copied or taken out of a model under {plan.whole.name}, by a model that runs no "
-            "method, whose masks do not fit it: put a method into all of that one, hf_longattn.apply(model, ...), or take the "
-            "layer's out, hf_longattn.remove(model)"
+            f"a layer is called that was copied or taken out of a model under {plan.whole_config.name}, by a model that runs "
+            "no method, whose masks do not fit it: put a method into all of that one, hf_longattn.apply(model, ...), or take "
+            "the layer's out, hf_longattn.remove(model)"
         )
 
 
-def whole_of(state: AttentionState, inner: nn.Module) -> nn.Module:
+def outermost(state: AttentionState, inner: nn.Module) -> nn.Module:
     """The model that a state belongs to, of which only the innermost is known; of a copy that one."""
     whole = model_of(state)
     return inner if whole is None or inner not in set(whole.modules()) else whole
@@ -431,7 +382,7 @@ def refuse_shared(view: View) -> None:
 
 
 def own_configs(view: View) -> bool:
-    """Give a model copies of the configs that it shares with another one, which is not to change with it; whether it did.
+    """Give a model copies of the configs that it shares with another one, which is not to change with it; True if it did.
 
     `LlamaForCausalLM(config)` keeps the config that it is given, so two models may be built on one.
     """
@@ -474,7 +425,7 @@ def remember(view: View, config: Any, implementation: str | None = None) -> Befo
     pick = owner.get_correct_attn_implementation(None, is_init_check=True)
     if getattr(config, "attn_logit_softcapping", None):
         pick = "eager"  # older releases pick sdpa, which drops the cap
-    known = Before(implementation or pick, "eager" if implementation == "eager" else pick, hides(config))
+    known = Before(implementation or pick, "eager" if implementation == "eager" else pick, window_hides(config))
     set_record(config, before=known)
     return known
 

@@ -80,7 +80,7 @@ def trained(config: Any, layer_type: str | None = None, train_length: int | None
     return found if train_length is None else Trained(train_length, GIVEN, None, found.rotation_is_own)
 
 
-def said(config: Any) -> dict[str, int]:
+def named_lengths(config: Any) -> dict[str, int]:
     """Return the longest text that a config names now, by its own names for that."""
     names = dict.fromkeys(getattr(config, "attribute_map", {}).get(name, name) for name in LENGTHS)
     values = {name: vars(config).get(name) for name in names}
@@ -93,15 +93,15 @@ def published(config: Any) -> tuple[int, str]:
     What stands under other names than max_position_embeddings counts if the config's class does not fill it in by itself.
     """
     first = getattr(config, "attribute_map", {}).get(LENGTHS[0], LENGTHS[0])
-    own = {k: n for k, n in _all(config).items() if k == first or n != getattr(type(config), k, None)}
+    own = {k: n for k, n in _published_lengths(config).items() if k == first or n != getattr(type(config), k, None)}
     longest = max(own, key=lambda name: own[name], default=first)
     return own.get(longest, 0), LENGTHS[0] if longest == first else longest
 
 
-def _all(config: Any) -> dict[str, int]:
-    """Return what `said` gave when the config was published."""
+def _published_lengths(config: Any) -> dict[str, int]:
+    """Return what `named_lengths` gave when the config was published."""
     kept = vars(config).get(KEPT, {})
-    return {name: kept.get(name, n) for name, n in said(config).items()}
+    return {name: kept.get(name, n) for name, n in named_lengths(config).items()}
 
 
 def recorded(config: Any, section: Mapping[str, Any] | None) -> Trained:
@@ -111,7 +111,7 @@ def recorded(config: Any, section: Mapping[str, Any] | None) -> Trained:
     return trained(config)
 
 
-def hides(config: Any) -> bool:
+def window_hides(config: Any) -> bool:
     """Tell whether a config's sliding window hides keys within the trained length; a window of unknown size does."""
     window, known = getattr(config, "sliding_window", None), trained(config).length
     return window is None or known is None or window < known
@@ -134,7 +134,9 @@ def _scaled(config: Any, kind: str, rope: Mapping[str, Any], most: int, train_le
     original, factor = rope.get(ORIGINAL) or (most if kind == "yarn" else None), rope.get("factor")
     if original is None:  # linear scaling alone
         found = _unscaled(config)
-        known = whole or (factor and most in {n * factor for n in _all(config).values()})  # Vicuna 16k: 4,096, 4, and 16,384
+        known = whole or (
+            factor and most in {n * factor for n in _published_lengths(config).values()}
+        )  # Vicuna 16k: 4,096, 4, and 16,384
         taken = None if known else f"rope_type {kind!r} is taken for trained in, its length for max_position_embeddings"
         return Trained(
             found.length, f"{found.reason}; rope_type {kind!r} is trained in", taken, not train_length or train_length >= most

@@ -16,12 +16,13 @@ from ..config import LongAttnConfig
 from ..core.call import Call
 from ..core.tracing import readable
 from ..user_warnings import warn
+from .gate import gate_of
 from .internals import get_implementation, has_hook
 from .layers import Layer, View
 from .names import is_longattn_name
 from .passes import is_probing, probing
-from .rotation import FAR_APART, PROBE, Convention, RotarySource, find_rotary, settle, settle_axes
-from .state import AttentionState, LayerPlan, gate_of, plan_of, set_plan
+from .rotation import FAR_APART, PROBE, Convention, RotarySource, find_axes, find_convention, find_rotary
+from .state import AttentionState, LayerPlan, plan_of, set_plan
 from .trained_length import CHANGING
 
 #: Why a layer is not remapped, or left alone where nothing else changes it.
@@ -29,7 +30,9 @@ NOT_ROTATED = "no rotary encoding"
 
 
 def rotation_of(view: View, layers: list[Layer]) -> RotarySource | None:
-    """The rotation of layers of one type: the one that all of them run, which may be verified, else one to verify."""
+    """The rotation of layers of one type: that of their plans if all have the same, which may be verified already, else a new
+    one to verify.
+    """
     source = find_rotary(view.modules, view.target, layers[0].type)
     running = {None if (plan := plan_of(x.module)) is None else plan.rotary for x in layers}
     known = running.pop() if len(running) == 1 else None
@@ -63,18 +66,20 @@ def verify_rotations(view: View, plans: Mapping[nn.Module, LayerPlan]) -> dict[n
     if not sources or not _computes(view):
         return {}
     computed = _probed(view, plans, list(sources), view.model)
-    settled: list[tuple[RotarySource, Convention | None, list[Layer]]] = []
+    found: list[tuple[RotarySource, Convention | None, list[Layer]]] = []
     for source in dict.fromkeys(sources.values()):
         own = [x for x, other in sources.items() if other is source]
         ran = {x.name: x.index for x in own if x.name in computed}
         # PEFT keeps an attention module beside its copy that is trained, which runs as the same layer
         if missing := [x.name for x in own if x.index not in ran.values()]:
             raise ValueError(f"cannot remap rotary distances here: {missing[0]} takes no part in a forward pass over text")
-        convention, still = settle(source, [(name, _unscaled(computed[name].query), computed[name].key) for name in ran])
-        settled.append((source, convention, [x for x in own if x.index in {ran[name] for name in still}]))
-    _tell_of_nothing(view, plans, [x for _, _, alone in settled for x in alone])
+        convention, still = find_convention(
+            source, [(name, _unscaled(computed[name].query), computed[name].key) for name in ran]
+        )
+        found.append((source, convention, [x for x in own if x.index in {ran[name] for name in still}]))
+    _tell_of_nothing(view, plans, [x for _, _, alone in found for x in alone])
     changed: dict[nn.Module, LayerPlan] = {}
-    for source, convention, alone in settled:
+    for source, convention, alone in found:
         source.convention = convention
         changed |= unrotated(source, {x.module: plans[x.module] for x in alone})
     return changed
@@ -198,12 +203,12 @@ def verify_axes(state: AttentionState, model: Any, axes: int) -> None:
                 [torch.arange(PROBE, device=positions.device).expand(axes - len(FAR_APART), 1, -1), positions]
             )
         computed = _probed(view, plans, list(new), view.inner, position_ids=positions)
-        settled = {}
+        found = {}
         for source in dict.fromkeys(new.values()):
             names = [x.name for x, other in new.items() if other is source and x.name in computed]
             own = [computed[name] for name in names]
-            settled[source] = settle_axes(source, [(n, _unscaled(c.query), c.key) for n, c in zip(names, own, strict=True)])
-        for source, axis in settled.items():
+            found[source] = find_axes(source, [(n, _unscaled(c.query), c.key) for n, c in zip(names, own, strict=True)])
+        for source, axis in found.items():
             source.turns_by(axis)
 
 

@@ -15,12 +15,12 @@ from hf_longattn import Rotation
 from hf_longattn.core import attend as attend_module
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import AttentionLayout
-from hf_longattn.core.kernels import few, few_cuda, parts
+from hf_longattn.core.kernels import few, few_cuda, programs
 from hf_longattn.core.kernels.rotate import rotate
 from hf_longattn.core.lower import lower
 from hf_longattn.core.reference import dense_attention
 
-pytestmark = pytest.mark.skipif(parts.triton is None, reason="triton is not installed")
+pytestmark = pytest.mark.skipif(programs.triton is None, reason="triton is not installed")
 #: Every case on one query, and each on some of the other rows.
 CALLED = [*((case, "one") for case in CASES), *spread(CASES, ("padded", "blind", "ids", "static"), 3)]
 #: How the model rotates: halves, and pairs of neighbours behind features that are not rotated.
@@ -29,7 +29,7 @@ ROTATIONS = {False: Rotation(torch.tensor([1.0, 0.3, 0.02])), True: Rotation(tor
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "_tile", lambda *_: (16, 16))
+    monkeypatch.setattr(programs, "_tile", lambda *_: (16, 16))
 
 
 def rows_of(kind: str, q_len: int, kv_len: int) -> AttentionLayout:
@@ -91,7 +91,7 @@ def test_turned(interleaved: bool, at: slice | None) -> None:
     x, n = torch.randn(2, 4, 37, 8, generator=g), 37 if at is None else at.stop - at.start
     cos, sin = (torch.randn(1, n, 2, 3, generator=g) for _ in range(2))
     close(
-        parts.turned(x.transpose(1, 2).contiguous().transpose(1, 2), cos, sin, rotation.layout, at),
+        programs.turned(x.transpose(1, 2).contiguous().transpose(1, 2), cos, sin, rotation.layout, at),
         rotate(rotation, x, cos, sin, at),
         1e-6,
     )
@@ -107,7 +107,7 @@ def test_join() -> None:
         for x, v in zip(logits.split((12, 8), -1), value.split((12, 8), 2), strict=True)
     ]
     (out, lse), (new, new_lse) = sides
-    parts.join(out, lse, new, new_lse)
+    programs.join(out, lse, new, new_lse)
     close(out, logits.softmax(-1).nan_to_num() @ value, 1e-6)
     assert torch.equal(lse.isneginf(), logits.logsumexp(-1).isneginf())
     seen = ~lse.isneginf()
@@ -122,10 +122,10 @@ def test_a_failure_of_the_compiler_is_told_once_and_others_compute(monkeypatch: 
         def __getitem__(self, grid: Any) -> Any:
             return fail
 
-    monkeypatch.setattr(parts, "_BROKEN", {})
-    monkeypatch.setattr(parts.kernels, "scores_kernel", Broken())
+    monkeypatch.setattr(programs, "_BROKEN", {})
+    monkeypatch.setattr(programs.kernels, "scores_kernel", Broken())
     always = dataclasses.replace(
-        few.KERNEL, prepare=few_cuda.FewOnCUDA, why_not=lambda plan: parts.why_not(plan.query), preferred=lambda _: True
+        few.KERNEL, prepare=few_cuda.FewOnCUDA, why_not=lambda plan: programs.why_not(plan.query), preferred=lambda _: True
     )
     monkeypatch.setattr(
         attend_module,

@@ -51,6 +51,7 @@ from hf_longattn.core.lower import table_length
 from hf_longattn.core.plan import AttentionPlan, LogitSpec, plans
 from hf_longattn.core.rotary import Rotation
 from hf_longattn.core.tables import SHARED, TableCache
+from hf_longattn.slots.base import Score
 
 tiled_attention = by_options(tiled.run)
 
@@ -597,6 +598,33 @@ def test_layers_share_what_is_prepared_and_it_holds_nothing_of_theirs(case: str,
         assert all(x() is None for x in kept)
     (plan,) = plans(rows).values()
     assert q_len > 1 or plan.kernel == "few"
+
+
+def test_a_call_under_another_config_takes_no_plan_of_its_own() -> None:
+    rows = AttentionLayout.causal(5, 29, None, 0, torch.device("cpu"))
+    call = Call(*inputs(h=HEADS, q=5, k=29), CASES["infoscale"].for_layer(0), rows, 0.7, method_id="infoscale")
+    under, plain = attend(call), hf_longattn.LongAttnConfig()
+    close(attend(call.under(plain)), attend(dataclasses.replace(call.under(plain), backend="reference")), 1e-10)
+    assert not torch.equal(under, attend(call.under(plain)))
+
+
+class _ByKeys(Score):
+    """scaling = 1 / (1 + mean |k|), which is another one in each layer."""
+
+    name = "by_keys"
+
+    def fold(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
+        return query, key, float(1 / (1 + key.detach().abs().mean()))
+
+
+@pytest.mark.parametrize("backend", ["tiled", "fused"])
+def test_a_score_whose_scaling_goes_by_the_keys_is_each_layer_s_own(backend: str) -> None:
+    config = dataclasses.replace(CASES["logn"].for_layer(0), score=_ByKeys())
+    rows = AttentionLayout.causal(1, 29, None, 0, torch.device("cpu"))
+    for seed in range(2):
+        query, key, value = inputs(h=HEADS, q=1, k=29, seed=seed)
+        call = Call(query.requires_grad_(), (1 + 4 * seed) * key, value, config, rows, 0.7)
+        close(*(attend(dataclasses.replace(call, backend=name)) for name in (backend, "reference")), 1e-10)
 
 
 def test_tables_are_longer_than_every_distance() -> None:

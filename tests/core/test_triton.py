@@ -20,7 +20,7 @@ from hf_longattn import LongAttnConfig, Rotation
 from hf_longattn.core.attend import attend
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import AttentionLayout
-from hf_longattn.core.kernels import parts, triton
+from hf_longattn.core.kernels import programs, triton
 from hf_longattn.core.kernels.kernel import KernelCall
 from hf_longattn.core.kernels.triton import TileSizes, why_not_triton
 from hf_longattn.core.lower import distance_tables
@@ -243,7 +243,7 @@ def test_what_does_not_compile_is_computed_all_the_same(monkeypatch: pytest.Monk
             return launch
 
     monkeypatch.setattr(triton, "_FAILED", {})
-    monkeypatch.setattr(parts, "INTERPRETED", False)
+    monkeypatch.setattr(programs, "INTERPRETED", False)
     for name in ("forward_kernel", "query_kernel"):
         monkeypatch.setattr(triton.kernels, name, Broken())
     triton._warn.cache_clear()

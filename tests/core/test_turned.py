@@ -66,7 +66,7 @@ def test_half_precision_reads_turned_keys_by_the_fused_kernel(
         index = seen.index.repeat(2, 1, 1)
         index[1, :, 2:4] = 56
         seen = AttentionLayout(index)
-    model: dict[str, Any] = {"rotation": Rotation(100.0 ** (-torch.arange(0, 16, 2).float() / 16)), "kind": name}
+    model: dict[str, Any] = {"rotation": Rotation(100.0 ** (-torch.arange(0, 16, 2).float() / 16)), "method_id": name}
     plan = lower(Call(query, key, value, config, seen, 0.25, **model))
     compute = few_cpu.FewOnCPU(plan)
     assert compute.streams
@@ -77,4 +77,6 @@ def test_half_precision_reads_turned_keys_by_the_fused_kernel(
     want, _ = dense_attention(Call(*wide, config, seen, 0.25, **model))
     close(got.double(), want, 0.02)
     if name != "string_remap":
-        assert few_cpu.FewOnCPU(lower(Call(query, key, value, config, seen, 0.25, backend="tiled", **model))).by is None
+        assert (
+            few_cpu.FewOnCPU(lower(Call(query, key, value, config, seen, 0.25, backend="tiled", **model))).kept_under is None
+        )

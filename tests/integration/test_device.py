@@ -16,10 +16,10 @@ from transformers import DynamicCache
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
-from hf_longattn.core.kernels import parts
+from hf_longattn.core.kernels import programs
 from hf_longattn.integration.caches import CACHE
 
-pytestmark = pytest.mark.skipif(parts.triton is None, reason="triton is not installed")
+pytestmark = pytest.mark.skipif(programs.triton is None, reason="triton is not installed")
 TOLERANCE = 1e-4
 #: Methods that show what the others show.
 INNER = ("calibrated", "alibi", "infoscale", "cosscale", "adaptive_temperature", "attention_sink_learned", "rerope")

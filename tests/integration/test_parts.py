@@ -36,7 +36,7 @@ def by_hand(family: str, *configs: LongAttnConfig) -> PreTrainedModel:
         plans |= {x.index: plan_of(x.module) for x in layers_of(m) if x.index in chosen}
     whole = raw_section(m.config)
     for layer in layers_of(m):
-        set_plan(layer.module, dataclasses.replace(plans[layer.index], whole=whole))
+        set_plan(layer.module, dataclasses.replace(plans[layer.index], whole_config=whole))
     plans[0].state.arrange(View(m))
     return m
 

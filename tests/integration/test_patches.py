@@ -55,7 +55,7 @@ REQUIRED = {
     "Trainer.train": ["self"],
     "ContinuousBatchingManager.switch_to_cb_friendly_attn": ["self", "model"],
 }
-WRAPPED = {str(x): x for x in DECLARED if not x.whole}
+WRAPPED = {str(x): x for x in DECLARED if not x.factory}
 
 
 def owner_of(declared: patch.Patch) -> Any:
@@ -222,7 +222,7 @@ def test_importing_it_changes_nothing_for_models_without_a_method() -> None:
             owner = patch.owner
             if isinstance(owner, str):
                 owner = getattr(sys.modules[owner.partition(":")[0]], owner.partition(":")[2])
-            if not patch.whole:
+            if not patch.factory:
                 function = getattr(owner, patch.name)
                 assert pickle.loads(pickle.dumps(function)) == function, patch
         print("the same")

@@ -362,8 +362,8 @@ def test_keys_behind_many_pictures_are_turned_once() -> None:
     want = m(**with_more(inputs, more)).logits
     cache = DynamicCache()
     close(continued(m, inputs, more.flip(1), cache)[:, -1], m(**with_more(inputs, more.flip(1))).logits[:, -1])
-    beside = plan(m).state.beside[cache]
-    assert all(layer.turned.nbytes for layer in beside.layers.values())
+    kept = plan(m).state.rotated_keys[cache]
+    assert all(layer.turned.nbytes for layer in kept.values())
     cache.crop(-more.shape[1])
     mask = inputs["attention_mask"]
     for n in range(more.shape[1]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from transformers import AutoModelForCausalLM
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
+from hf_longattn.integration.layers import View
+from hf_longattn.integration.state import plan_of
 
 _SMALL = FAMILIES["llama"][1] | {"num_hidden_layers": 2}
 _LATENT = OTHERS["deepseek_v3"][1] | {"num_hidden_layers": 2}
@@ -133,6 +136,13 @@ def test_layers_without_rotation_keep_theirs(method: str) -> None:
     assert "no rotary encoding" in rows[1][2]
     assert (rows[1][1] == "unchanged") == (config.visibility is None)
     close(logits(hf_longattn.remove(m), ids), plain, 0.0)
+
+
+def test_layers_that_do_not_rotate_take_no_rotation_that_others_kept() -> None:
+    m = hf_longattn.apply(build("Llama", _SMALL), "rerope", window=7)
+    logits(m, tokens())
+    source = next(plan.rotary for x in View(m).layers if (plan := plan_of(x.module)) is not None)
+    assert [x.rotation(torch.empty(0)).inv_freq.numel() > 0 for x in (source, replace(source, still=True))] == [True, False]
 
 
 def test_other_slots_act_where_nothing_rotates() -> None:

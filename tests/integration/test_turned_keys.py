@@ -405,7 +405,7 @@ def test_the_bound_holds_for_all_caches_together(served: list[int], monkeypatch:
     for cache in caches:
         said(model, ids[:, :PREFIX], cache)
     steps(model, ids[:, PREFIX:12], caches[0])
-    kept = next(iter(state_of(model).beside.values())).nbytes
+    kept = keeping.nbytes_of(next(iter(state_of(model).rotated_keys.values())))
     monkeypatch.setattr(keeping, "TURNED_BYTES", kept + 1)
     served.clear()
     steps(model, ids[:, PREFIX:12], caches[1])
@@ -427,10 +427,10 @@ def test_it_goes_with_the_cache_and_with_no_copy() -> None:
     cache = DynamicCache()
     said(model, ids[:, :PREFIX], cache)
     steps(model, ids[:, PREFIX:], cache)
-    kept = state_of(model).beside
+    kept = state_of(model).rotated_keys
     assert list(kept) == [cache]
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert not state_of(twin).beside
+        assert not state_of(twin).rotated_keys
         close(steps(twin, ids[:, :1], copy.deepcopy(cache)), steps(model, ids[:, :1], copy.deepcopy(cache)))
     gc.collect()
     assert list(kept) == [cache]

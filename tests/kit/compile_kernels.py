@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels for a GPU without one: each launch as `kernels.triton` and `kernels.parts` make it.
+"""Compiles the Triton kernels for a GPU without one: each launch as `kernels.triton` and `kernels.programs` make it.
 
 Prints a line of JSON per launch: shared memory, registers, and stack (spilled registers) in bytes a thread, and ends with an
 error if a call has no tiles that fit. Needs triton with its ptxas (Linux), and a process without TRITON_INTERPRET.
@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from hf_longattn.core.geometry import AttentionLayout
-from hf_longattn.core.kernels import parts
+from hf_longattn.core.kernels import programs
 from hf_longattn.core.kernels import triton as launcher
 from hf_longattn.core.kernels.kernel import KernelCall
 from hf_longattn.core.plan import LogitSpec
@@ -101,12 +101,12 @@ def decoding(dtype: torch.dtype, head_dim: int, options: dict[str, Any]) -> None
     cos = [torch.ones(1, length, 1, head_dim // 2) for length in (rows, n)]
     turns = [(x, x) if options.get("turn") else None for x in cos]
     mask = torch.ones(1, 1, 1, n, dtype=torch.bool) if options.get("masked") else None
-    interval = parts.DeviceSegment(torch.zeros(1, rows, 5, dtype=torch.int32), mask, None, None, *turns)
+    interval = programs.DeviceSegment(torch.zeros(1, rows, 5, dtype=torch.int32), mask, None, None, *turns)
     table = torch.ones(1, 8192) if options.get("map") else None
     spec, layout = LogitSpec(0.1, options.get("softcap"), table, table), (0, head_dim // 2, False)
-    parts.scores(query, key, [interval], spec, 0.1, None, options.get("normed", False), layout)
-    parts.turned(key, cos[1], cos[1], layout, None)
-    parts.join(key, torch.ones(1, 8, n), key, torch.ones(1, 8, n))
+    programs.scores(query, key, [interval], spec, 0.1, None, options.get("normed", False), layout)
+    programs.turned(key, cos[1], cos[1], layout, None)
+    programs.join(key, torch.ones(1, 8, n), key, torch.ones(1, 8, n))
 
 
 CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -135,15 +135,15 @@ def main() -> None:
     args = parser.parse_args()
     warnings.filterwarnings("error", message="Triton (cannot|failed)")  # ours; it has warnings of its own
     failed, report = 0, list[dict[str, Any]]()
-    programs = [(launcher.kernels, f"{name}_kernel") for name in ("forward", "query", "key", "ranges")]
-    programs += [(parts.kernels, f"{name}_kernel") for name in ("scores", "turn", "join")]
-    own, candidates = {name: getattr(module, name) for module, name in programs}, launcher._candidates
+    compiled = [(launcher.kernels, f"{name}_kernel") for name in ("forward", "query", "key", "ranges")]
+    compiled += [(programs.kernels, f"{name}_kernel") for name in ("scores", "turn", "join")]
+    own, candidates = {name: getattr(module, name) for module, name in compiled}, launcher._candidates
 
     for target in args.targets:
         triton.runtime.driver.set_active(Driver(target))
         launcher._shared_memory = lambda device, limit=SHARED[target]: limit
         launcher._candidates = candidates if target >= 90 else lambda *x: launcher.small_first(x[0], candidates(*x))
-        for module, name in programs:
+        for module, name in compiled:
             setattr(module, name, Compiled(own[name], target, report))
         for dtype, head_dim, call in itertools.product(args.dtypes, args.head_dims, args.calls):
             case = {"target": target, "dtype": dtype, "head_dim": head_dim, "call": call}

@@ -40,7 +40,7 @@ import cost
 
 ROOT = Path(__file__).parents[2]
 #: Programs for a GPU or another engine, which tests here can at most read.
-LEFT_OUT = ("core/kernels/triton_kernels.py", "core/kernels/triton_parts.py", "integration/engines/vllm/")
+LEFT_OUT = ("core/kernels/triton_kernels.py", "core/kernels/triton_programs.py", "integration/engines/vllm/")
 SWAPPED: dict[type, type] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,

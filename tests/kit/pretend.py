@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import hf_longattn
 from hf_longattn.core.geometry import AttentionLayout
-from hf_longattn.core.kernels import operators, parts, triton
+from hf_longattn.core.kernels import operators, programs, triton
 from hf_longattn.core.kernels.kernel import MASK_VALUE, KernelCall, Result
 from hf_longattn.core.kernels.rotate import rotate
 from hf_longattn.core.plan import LogitSpec
@@ -258,14 +258,14 @@ def device() -> Iterator[Device]:
         "get_device_properties": lambda *_: machine,
         "is_current_stream_capturing": lambda: False,
     }
-    programs = {"scores": seen.program("scores", _scores, lambda *given: len(given[2]))}
+    pretended = {"scores": seen.program("scores", _scores, lambda *given: len(given[2]))}
     for name, function in (("entropies", _entropies), ("weights", _weights), ("turned", _turned), ("join", _join)):
-        programs[name] = seen.program(name, function)
+        pretended[name] = seen.program(name, function)
     gradients = {"run": run, "gradients": lambda call, *given: backward(given, *operators.flatten(call))}
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.cuda, **cuda))
         stack.enter_context(patch.object(torch.autograd, "_engine_run_backward", _backward))
-        stack.enter_context(patch.multiple(parts, INTERPRETED=False, _launch=_refuse, **programs))
+        stack.enter_context(patch.multiple(programs, INTERPRETED=False, _launch=_refuse, **pretended))
         stack.enter_context(patch.multiple(triton, _launch=_refuse, **gradients))
         stack.enter_context(Calls())
         yield stack.enter_context(seen)
@@ -320,12 +320,12 @@ def _gradients(given: Any, *flat: Any) -> tuple[Tensor, ...]:
 def _scores(
     query: Tensor,
     key: Tensor,
-    intervals: Sequence[parts.DeviceSegment],
+    intervals: Sequence[programs.DeviceSegment],
     spec: LogitSpec,
     scaling: float,
     row_scale: Tensor | None,
     normed: bool,
-    layout: parts.Layout | None,
+    layout: programs.Layout | None,
     _: Any,
 ) -> Tensor:
     query, key, (first, pairs, interleaved) = query.float(), key.float(), layout or (0, 0, False)
@@ -334,7 +334,7 @@ def _scores(
     x = None if row_scale is None else row_scale.expand(query.shape[:3])
     spec = dataclasses.replace(spec, gain=plain(spec.gain), bias=plain(spec.bias), scaling=scaling, row_scale=x)
     kv_len = key.shape[2]
-    out = query.new_full((*query.shape[:3], parts._room(kv_len)), MASK_VALUE)
+    out = query.new_full((*query.shape[:3], programs._room(kv_len)), MASK_VALUE)
     for own in intervals:
         own_query = query if own.query_angles is None else rotate(rotation, query, *own.query_angles)
         own_key = key if own.key_angles is None else rotate(rotation, key, *own.key_angles)
@@ -356,7 +356,7 @@ def _weights(logits: Tensor, factor: Tensor | None, sinks: Tensor | None, dtype:
     return (torch.cat([logits, sink], -1).softmax(-1)[..., : logits.shape[-1]] * seen).to(dtype)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, layout: parts.Layout, at: slice | None) -> Tensor:
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, layout: programs.Layout, at: slice | None) -> Tensor:
     first, pairs, interleaved = layout
     return rotate(Rotation(torch.empty(pairs), interleaved, first), x, cos, sin, at).to(x.dtype)
 

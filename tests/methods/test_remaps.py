@@ -207,7 +207,7 @@ def test_keys_may_arrive_turned(name: str, together: bool) -> None:
     plan, kept = lower(call), key.clone()
     for n, segment in enumerate(plan.segments):
         if segment.key is not None:
-            columns, _ = segment.seen(43)
+            columns, _ = segment.visible_columns(43)
             position = rows.key_positions(43)[:, columns]
             kept[:, :, columns] = rotate(r, key[:, :, columns], *segment.key.angles(position))
             plan.segments[n] = segment._replace(key=None)

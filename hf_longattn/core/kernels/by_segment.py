@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -32,9 +31,10 @@ class BySegment:
         run: computes one segment.
         wide: it computes in float32 at least, so that scores and temperatures are folded in that.
         joined: the output over all segments and sinks, (heads,), where rows may be read; None: runs are merged.
-        tempered: the output of a call without gradients whose finished logits are multiplied by a factor of each row's
-            entropy: from the entropies of some heads and rows, (heads, group, rows), to it; None: that takes two runs.
-        product: computes a segment of plain rows whose logits are scaling q . k alone; None: that is run, too.
+        tempered: computes the only segment under a temperature by entropy at once, without gradients. It takes the call, and
+            what gives a factor for entropies (heads, group, rows); None: the entropy takes one run, the output another.
+        product: computes the only segment under a temperature by entropy where its logits are scaling q . k over plain rows;
+            None: `run` does.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class BySegment:
         self.segments: list[tuple[AttentionLayout, Side | None, Side | None]] = []
         for segment in plan.segments:
             own, query, key = segment.rows, segment.query, segment.key
-            seen = own.once(("seen", self.kv_len), functools.partial(own.seen, self.kv_len)) if readable(own.index) else ALL
+            seen = own.seen(self.kv_len) if readable(own.index) else ALL
             if self.segments and seen is None:
                 continue
             by_query: Side | None = None
@@ -70,7 +70,7 @@ class BySegment:
             self.segments.append((own.on(device), by_query, by_key))
         if self.temper is not None:
             alone = len(self.segments) == 1
-            #: tempered, logits are scaling q . k over plain rows
+            #: whether logits are scaling q . k over plain rows, for `product`
             self.plain = alone and plan.asked == "auto" and self.spec.gain is None and not self.spec.softcap
             self.plain = self.plain and self.segments[0][0].plain is not None
             # a CPU's fused kernel runs twice, for the entropies and for the output, in less time than a row is gone over again

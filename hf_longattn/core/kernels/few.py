@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..plan import AttentionPlan, Computation
-from . import parts
+from . import programs
 from .few_cpu import FewOnCPU
 from .few_cuda import FewOnCUDA
 from .kernel import FEW_QUERIES, Kernel
@@ -18,7 +18,7 @@ def prepare(plan: AttentionPlan) -> Computation:
 
 def _why_not(plan: AttentionPlan) -> str | None:
     if plan.query.device.type != "cpu":
-        return "an exported graph serves every length" if torch.compiler.is_exporting() else parts.why_not(plan.query)
+        return "an exported graph serves every length" if torch.compiler.is_exporting() else programs.why_not(plan.query)
     return None if plan.keepable else "on a CPU it runs in no graph, and under no transform of torch.func"
 
 

@@ -29,16 +29,17 @@ KEYS = 1 << 9
 
 
 class SeenSegment(NamedTuple):
-    """A segment's keys, as they are seen by any row of a call.
+    """The keys of a segment that some row sees.
 
     Args:
-        columns: of all keys that a call computes.
-        own: bool (batch or 1, heads or 1, q_len, keys), those of them that are the row's; None: all.
-        turn: (batch or 1, key heads or 1, q_len, head_dim, head_dim), what queries are multiplied by; None: they stay. Under
-            `angles` beside it what gives the sine part, (..., 2 head_dim).
-        angles: of keys (see `RotationDelta.by_feature`), (batch or 1, key heads or 1, keys, head_dim); None: they stay.
-        beyond: the same, of keys behind them too.
-        interval: those of segments with the same number are turned alike.
+        columns: theirs, counted from the first column that the call computes.
+        own: bool (batch or 1, heads or 1, q_len, keys), which of them each row sees; None: all.
+        turn: the matrix that queries are multiplied by, (batch or 1, key heads or 1, q_len, head_dim, head_dim); None: queries
+            are not turned. With `angles` its last dimension is 2 head_dim: the query to meet c k, and the one to meet s k.
+        angles: c and s of keys (see `RotationDelta.by_feature`), each (batch or 1, key heads or 1, keys, head_dim); None: keys
+            are not turned.
+        beyond: `angles` with those of up to AHEAD keys more, which are turned with these where rotated keys are kept.
+        interval: see `RotationDelta`; the keys of segments with one number are turned alike.
     """
 
     columns: slice
@@ -60,7 +61,7 @@ Visible: TypeAlias = tuple[slice, tuple[SeenSegment, ...], Tensor | None, Tensor
 
 def _visible(plan: AttentionPlan) -> Visible:
     q_len = plan.query.shape[2]
-    among = [(segment, *segment.seen(plan.kv_len)) for segment in plan.segments]
+    among = [(segment, *segment.visible_columns(plan.kv_len)) for segment in plan.segments]
     found = sorted(((s, c, own) for s, c, own in among if c is not None), key=lambda x: x[1].start)
     whole = slice(min((c.start for _, c, _ in found), default=0), max((c.stop for _, c, _ in found), default=0))
     seen = tuple(_seen(plan, segment, columns, own, whole.start) for segment, columns, own in found)
@@ -93,7 +94,8 @@ def _seen(plan: AttentionPlan, segment: Segment, columns: slice, own: Tensor | N
         angles = beyond[0][:, :, :size], beyond[1][:, :, :size]
     if (side := segment.query or segment.key) is not None:
         like, parts = torch.empty(0, dtype=wide), 1 if angles is None else 2
-        basis = plan.tables.get(("basis", side.by, width, wide), lambda: side.by.basis(width, like))
+        rotation = side.known_rotation
+        basis = plan.tables.get(("basis", rotation, width, wide), lambda: rotation.basis(width, like))
         turn, other = (x[None, None, None, :, :parts] for x in basis)
         if segment.query is not None:
             by_feature = segment.query.by_feature(plan.rows.query_places(), width)
@@ -105,7 +107,12 @@ def _seen(plan: AttentionPlan, segment: Segment, columns: slice, own: Tensor | N
 
 
 class FewOnCPU:
-    """A `Computation` of few queries.
+    """A `Computation` of few queries, in one of three ways:
+
+    - `_fused`: PyTorch's sdpa, where nothing but a factor acts on queries.
+    - `_streamed`: its fused kernel on one segment after another, joined by their logsumexps, where logits are products of what
+      is turned or normalised; in half precision, of several queries, or where it takes fewer steps.
+    - `_dense`: the logits of all segments side by side, and one softmax; everything else.
 
     Inside, the queries that share a key head are rows of it: (batch * kv_heads, group * q_len, head_dim).
     """
@@ -117,7 +124,7 @@ class FewOnCPU:
         columns, self.segments, hidden, self.blind = shown
         self.columns = None if columns == slice(0, kv_len) else columns
         self.first, self.rotation = columns.start, plan.rotation
-        self.by = self._turned_by(plan)
+        self.kept_under = self._name_of_kept(plan)
         self.scaling, self.softcap = plan.logits.scaling, plan.logits.softcap
         self.fold, self.cosine, self.temper = plan.fold, plan.cosine, plan.temper
         self.q_len, self.kv_heads, self.group = query.shape[2], plan.key.shape[1], query.shape[1] // plan.key.shape[1]
@@ -140,7 +147,7 @@ class FewOnCPU:
         keep: Keep | None = None,
     ) -> Tensor:
         factor = factor[..., None] if isinstance(factor, Tensor) else factor
-        made = None if keep is None or self.by is None else keep(self.by, key)
+        kept = None if keep is None or self.kept_under is None else keep(self.kept_under, key)
         if self.columns is not None:
             key, value = key[:, :, self.columns], value[:, :, self.columns]
         if not self.segments:  # nothing is visible
@@ -148,21 +155,21 @@ class FewOnCPU:
         elif self.fuses:
             out = self._fused(query, key, value, factor)
         else:
-            run = self._streamed if self.streams and (made is not None or not self.makes) else self._dense
+            run = self._streamed if self.streams and (kept is not None or not self.makes) else self._dense
             with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else contextlib.nullcontext():
-                out = run(query, key, value, factor, sinks, made)  # its products are to be as wide as its logits
+                out = run(query, key, value, factor, sinks, kept)  # its products are to be as wide as its logits
         return out if self.blind is None else out.masked_fill(self.blind, 0.0)
 
-    def _turned_by(self, plan: AttentionPlan) -> Hashable:
-        """Name all that can be made of keys once for every later token; None: nothing, or it is not worth it."""
+    def _name_of_kept(self, plan: AttentionPlan) -> Hashable:
+        """The name under which rotated keys, or norms, are kept for later tokens; None: there are none, or too few."""
         worth = max((s.size for s in self.segments if s.angles is not None or plan.fold is not None), default=0)
         rows, rounds = plan.rows, plan.key.dtype.itemsize == 2
-        if worth < WORTH or plan.kind is None or rows.key_ids is not None or rows.index.shape[1] == plan.kv_len:
+        if worth < WORTH or plan.method_id is None or rows.key_ids is not None or rows.index.shape[1] == plan.kv_len:
             return None
         if rounds and plan.asked != "auto":  # which computes in float32 throughout
             return None
         places = rows.index[:, 0, 1:3].flatten().tolist()  # where keys and texts begin
-        return plan.kind, plan.rotation, plan.key.dtype, tuple(places)
+        return plan.method_id, plan.rotation, plan.key.dtype, tuple(places)
 
     def _grouped(self, x: Tensor) -> Tensor:
         """(batch or 1, heads or 1, q_len, m) so that it fits (batch, kv_heads, group * q_len, m)."""
@@ -248,9 +255,9 @@ class FewOnCPU:
         value: Tensor,
         factor: float | Tensor | None,
         sinks: Tensor | None,
-        made: RotatedKeys | None,
+        kept: RotatedKeys | None,
     ) -> Tensor:
-        logits = self._logits(query, key, factor, made)
+        logits = self._logits(query, key, factor, kept)
         if self.map is not None:
             own = logits.view(-1, self.kv_heads, *logits.shape[1:])
             torch.addcmul(self.map[1], own, self.map[0], out=own)
@@ -268,7 +275,7 @@ class FewOnCPU:
         value: Tensor,
         factor: float | Tensor | None,
         sinks: Tensor | None,
-        made: RotatedKeys | None,
+        kept: RotatedKeys | None,
     ) -> Tensor:
         """Run the fused kernel, a segment after another, and join them by their logsumexps."""
         rows, scaling = query.to(self.wide), self.scaling
@@ -281,27 +288,27 @@ class FewOnCPU:
         each, results = self._turned(rows.reshape(-1, *self.rows)), []
         for i, (own, seen, mask) in enumerate(zip(each, self._cut(value), self.masks, strict=True)):
             own = own[..., : self.rows[1]].to(query.dtype).unflatten(0, key.shape[:2])
-            keys = self._keys(i, key, made, self.fold is not None)
+            keys = self._keys(i, key, kept, self.fold is not None)
             out, lse = few(own, keys.to(own.dtype), seen.to(own.dtype), mask, scaling)  # autocast halves values alone
             results.append((out.reshape(*query.shape[:3], -1), lse.reshape(query.shape[:3]), lse))
         return merge_outputs(results, sinks)
 
-    def _logits(self, query: Tensor, key: Tensor, factor: float | Tensor | None, made: RotatedKeys | None) -> Tensor:
+    def _logits(self, query: Tensor, key: Tensor, factor: float | Tensor | None, kept: RotatedKeys | None) -> Tensor:
         """(batch * kv_heads, group * q_len, keys) from score to temperature by length; 0 outside of all segments."""
         rows, normed = query.to(self.wide), self.cosine is not None
         scaling: Any = None if self.scaled else self.scaling
         if self.cosine is not None:
             rows, scaling = rows / _norms(rows), self.cosine
         elif self.fold is not None:
-            made, (rows, key, scaling) = None, self.fold(rows, key.to(self.wide))
+            kept, (rows, key, scaling) = None, self.fold(rows, key.to(self.wide))
         if self.softcap:
             scaling /= self.softcap
         elif factor is not None:
             scaling = factor if scaling is None else scaling * factor
         rows = rows if scaling is None else rows * scaling
         each = self._turned(rows.reshape(-1, *self.rows))
-        if made is not None:
-            scores = [self._once(n, own, key, normed, made) for n, own in enumerate(each)]
+        if kept is not None:
+            scores = [self._once(n, own, key, normed, kept) for n, own in enumerate(each)]
         else:
             several = zip(each, self._cut(key), self.segments, strict=True)
             scores = [_scores(own, keys, segment.angles, normed) for own, keys, segment in several]
@@ -324,16 +331,16 @@ class FewOnCPU:
             into.copy_(own if visible is None else torch.where(visible, own, into))
         return logits.flatten(0, 1)
 
-    def _once(self, n: int, rows: Tensor, key: Tensor, normed: bool, made: RotatedKeys) -> Tensor:
+    def _once(self, n: int, rows: Tensor, key: Tensor, normed: bool, kept: RotatedKeys) -> Tensor:
         """q . k of a segment, whose keys are turned once, and their norms taken once."""
-        scores = _scores(rows[..., : self.rows[1]], self._keys(n, key, made, False), None, False)
+        scores = _scores(rows[..., : self.rows[1]], self._keys(n, key, kept, False), None, False)
         if not normed:
             return scores
 
         def inverse(c: slice) -> Tensor:
             return _norms(self._at(key, c).to(self.wide)).reciprocal_()
 
-        return scores.mul_(made.get(("norms", n), *self._place(n, key), inverse).flatten(0, 1).mT)
+        return scores.mul_(kept.get(("norms", n), *self._place(n, key), inverse).flatten(0, 1).mT)
 
     def _turned(self, rows: Tensor) -> Sequence[Tensor]:
         """Rows as each segment turns them; where its keys are turned, beside them what the sine part is multiplied by."""
@@ -355,7 +362,7 @@ class FewOnCPU:
             return [x[:, :, segment.columns] for segment in self.segments]
         return x.split_with_sizes(self.sizes, 2)[:: 2 if self.gaps else 1]
 
-    def _keys(self, n: int, key: Tensor, made: RotatedKeys | None, normed: bool) -> Tensor:
+    def _keys(self, n: int, key: Tensor, kept: RotatedKeys | None, normed: bool) -> Tensor:
         """The keys of a segment, turned, and divided by their norms if `normed`."""
         segment, rotation = self.segments[n], self.rotation
         if segment.beyond is None and not normed:
@@ -369,8 +376,8 @@ class FewOnCPU:
                 k = cos * k - rotation.rotate_half(sin * k)
             return (k / _norms(own) if normed else k).to(key.dtype)
 
-        assert made is not None
-        return made.get((segment.interval if segment.beyond is not None else ("own", n), normed), columns, until, turn)
+        assert kept is not None
+        return kept.get((segment.interval if segment.beyond is not None else ("own", n), normed), columns, until, turn)
 
     def _place(self, n: int, key: Tensor) -> tuple[slice, int]:
         """A segment's columns of all keys in the cache, and where these end."""

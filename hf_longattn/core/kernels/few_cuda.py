@@ -7,7 +7,6 @@ the host, so that all goes into a CUDA graph, and nothing is kept between tokens
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from ..plan import AttentionPlan
 from ..rotated_keys import Keep
 from ..tracing import readable, sent
-from . import parts
+from . import programs
 
 
 class FewOnCUDA:
@@ -28,17 +27,17 @@ class FewOnCUDA:
         self.spec, self.fold, self.cosine, self.temper = plan.logits, plan.fold, plan.cosine, plan.temper
         self.layout = None if turn is None else turn.layout
         self.group = query.shape[1] // plan.key.shape[1]
-        self.intervals: list[parts.DeviceSegment] = []
+        self.segments: list[programs.DeviceSegment] = []
         for segment in plan.segments:
             own = segment.rows
-            if known and own.once(("seen", self.kv_len), functools.partial(own.seen, self.kv_len)) is None:
+            if known and own.seen(self.kv_len) is None:
                 continue
             tensors = own.allowed, own.query_ids, own.key_ids
             allowed, query_ids, key_ids = (None if x is None else sent(x, device) for x in tensors)
             turns = ((segment.query, rows.query_places()), (segment.key, rows.key_places(self.kv_len)))
             angles = (None if turn is None else turn.kept_angles(at, plan.tables, device) for turn, at in turns)
-            self.intervals.append(parts.DeviceSegment(own.packed(device), allowed, query_ids, key_ids, *angles))
-        self._known: dict[Hashable, list[parts.Launch]] = {}
+            self.segments.append(programs.DeviceSegment(own.packed(device), allowed, query_ids, key_ids, *angles))
+        self._known: dict[Hashable, list[programs.Launch]] = {}
 
     def __call__(
         self,
@@ -50,7 +49,7 @@ class FewOnCUDA:
         keep: Keep | None = None,
     ) -> Tensor:
         shape, dtype, scaling, normed = query.shape[:3], query.dtype, self.spec.scaling, self.cosine is not None
-        if not self.intervals:  # nothing is visible
+        if not self.segments:  # nothing is visible
             return query.new_zeros(*shape, value.shape[3])
         if self.cosine is not None:
             scaling = self.cosine
@@ -63,15 +62,15 @@ class FewOnCUDA:
                 scaling, factor = scaling * factor, None
         if query.dtype != key.dtype:
             query = query.to(key.dtype)
-        logits = parts.scores(query, key, self.intervals, self.spec, scaling, factor, normed, self.layout, self._known)
-        by_entropy = None if self.temper is None else self.temper(parts.entropies(logits))
-        weights = parts.weights(logits, by_entropy, sinks, value.dtype)
+        logits = programs.scores(query, key, self.segments, self.spec, scaling, factor, normed, self.layout, self._known)
+        by_entropy = None if self.temper is None else self.temper(programs.entropies(logits))
+        weights = programs.weights(logits, by_entropy, sinks, value.dtype)
         out = self._averaged(weights.view(-1, self.group * shape[2], weights.shape[3]), value.flatten(0, 1)).view(*shape, -1)
         return out if out.dtype == dtype else out.to(dtype)
 
     def _averaged(self, weights: Tensor, value: Tensor) -> Tensor:
         """The sum of values, the last few by themselves: a product over no multiple of ALIGNED takes ten times as long."""
-        whole = self.kv_len // parts.ALIGNED * parts.ALIGNED
+        whole = self.kv_len // programs.ALIGNED * programs.ALIGNED
         if whole in (0, self.kv_len):
             return torch.bmm(weights[..., : self.kv_len], value)
         out = torch.bmm(weights[..., :whole], value[:, :whole])

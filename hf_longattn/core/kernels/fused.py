@@ -17,8 +17,7 @@ from torch import Tensor
 from ..geometry import AttentionLayout
 from ..plan import AttentionPlan, LogitSpec
 from ..tracing import readable
-from . import bands, operators, sdpa, triton
-from . import parts as programs
+from . import bands, operators, programs, sdpa, triton
 from .by_segment import BySegment
 from .kernel import MASK_VALUE, Kernel, KernelCall, KernelFailure, Result
 from .precision import halves_are_fast

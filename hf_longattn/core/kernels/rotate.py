@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..rotary import Rotation
 from ..tracing import keepable
-from . import parts
+from . import programs
 from .kernel import KernelFailure
 
 
@@ -37,9 +37,9 @@ class _Rotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin, rotation, at):  # type: ignore[no-untyped-def]
         ctx.arguments, ctx.dtype = (cos, sin, rotation, at), x.dtype
-        if x.is_cuda and parts.why_not(x) is None:
+        if x.is_cuda and programs.why_not(x) is None:
             with contextlib.suppress(KernelFailure):
-                return parts.turned(x, cos, sin, rotation.layout, at)
+                return programs.turned(x, cos, sin, rotation.layout, at)
         at = slice(0, x.shape[2]) if at is None else at
         out = x.new_empty(x.shape, dtype=cos.dtype)
         out[:, :, : at.start], out[:, :, at.stop :] = 0.0, 0.0

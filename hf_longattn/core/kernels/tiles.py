@@ -36,7 +36,7 @@ Gradients: TypeAlias = dict[str, Tensor]
 
 
 class TiledCall:
-    """A call in computing dtype and block order: what all its tiles share.
+    """A call in the dtype that it is computed in: what all its tiles share. Iterated over, its blocks.
 
     Args:
         half: probabilities are rounded to the values' dtype.
@@ -111,6 +111,7 @@ class TiledCall:
         return self.buffers[name][:numel].view(shape)
 
     def __iter__(self) -> Iterator[Tile]:
+        """The blocks in which some row sees a key."""
         number = 0
         for b in range(self.batch):
             bounds = [_bounds(rows, self.kv_len) for rows in self.bounds[b].split(self.rows_at_once)]
@@ -124,10 +125,6 @@ class TiledCall:
                     number += 1 + self.kv_len // self.columns_at_once  # one for each of its tiles
                     if c0 < c1:
                         yield Tile(self, number, b, h, r0, r1, c0, c1, own)
-
-    def products(self, tile: Tile, out: Tensor) -> None:
-        """S of a tile, (heads, group * rows, columns)."""
-        torch.bmm(tile.query, tile.key.transpose(1, 2), out=out)
 
     def attend(self) -> tuple[Tensor, Tensor, Tensor]:
         """Output, logsumexp and entropy, as `kernel.Result` defines them; the logsumexp also of rows in tiles."""
@@ -216,17 +213,17 @@ class Tile:
     """Some heads of one batch row, query rows r0:r1 (in reverse order), key columns c0:c1: a block, or a part of one."""
 
     def __init__(
-        self, blocks: TiledCall, number: int, b: int, h: slice, r0: int, r1: int, c0: int, c1: int, bounds: _Bounds
+        self, tiled: TiledCall, number: int, b: int, h: slice, r0: int, r1: int, c0: int, c1: int, bounds: _Bounds
     ) -> None:
-        self.blocks, self.number, self.b, self.h = blocks, number, b, h
+        self.tiled, self.number, self.b, self.h = tiled, number, b, h
         self.r, self.c = slice(r0, r1), slice(c0, c1)
-        self.shape = (h.stop - h.start, blocks.group, r1 - r0, c1 - c0)
+        self.shape = (h.stop - h.start, tiled.group, r1 - r0, c1 - c0)
         self.flat = (self.shape[0], self.shape[1] * self.shape[2])
-        self.key = blocks.key[b, h, c0:c1]
-        self.value = None if blocks.value is None else blocks.value[b, h, c0:c1]
-        self.query = self.rows(blocks.query).mul_(blocks.spec.scaling).view(*self.flat, -1)
+        self.key = tiled.key[b, h, c0:c1]
+        self.value = None if tiled.value is None else tiled.value[b, h, c0:c1]
+        self.query = self.rows(tiled.query).mul_(tiled.spec.scaling).view(*self.flat, -1)
         self.bounds, (self.least, self.most, self.last, masked) = bounds, bounds
-        self.fully_masked = masked or blocks.allowed is not None  # a row of it may see no key at all
+        self.fully_masked = masked or tiled.allowed is not None  # a row of it may see no key at all
 
     def rows(self, x: Tensor) -> Tensor:
         """This block's rows of a grouped tensor: (heads, group, rows, d), a reversed copy."""
@@ -238,13 +235,13 @@ class Tile:
 
     def table(self, table: Tensor) -> Tensor:
         """A table by distance as the block sees it, broadcastable to (heads, group, rows, columns)."""
-        if self.blocks.ids is not None:
-            own, keys = self.blocks.ids
+        if self.tiled.ids is not None:
+            own, keys = self.tiled.ids
             t = (own[self.b, self.r].flip(0)[:, None] - keys[self.b, self.c]).abs()
             own = table if table.shape[0] == 1 else table.unflatten(0, (-1, self.shape[1]))[self.h].flatten(0, 1)
             return own[:, t].unflatten(0, (-1, 1 if table.shape[0] == 1 else self.shape[1]))
-        first = self.last - self.blocks.key_start - self.c.start
-        offset = table.storage_offset() + self.blocks.farthest - first
+        first = self.last - self.tiled.key_start - self.c.start
+        offset = table.storage_offset() + self.tiled.farthest - first
         shape, strides = self.shape[2:], (1, 1)
         if table.shape[0] == 1:
             return table.as_strided((1, 1, *shape), (0, 0, *strides), offset)
@@ -255,51 +252,51 @@ class Tile:
 
     def sink_columns(self) -> tuple[slice, Tensor] | None:
         """The columns in which some row has a sink, and which (row, column) pairs those are."""
-        if not (sinks := self.blocks.spec.sinks):
+        if not (sinks := self.tiled.spec.sinks):
             return None
-        if self.blocks.ids is not None:  # they need not grow: any column may hold one
-            sink = self.blocks.ids[1][self.b, self.c] < sinks
+        if self.tiled.ids is not None:  # they need not grow: any column may hold one
+            sink = self.tiled.ids[1][self.b, self.c] < sinks
             return (slice(None), sink.expand(self.shape[2], -1)) if bool(sink.any()) else None
-        first = self.blocks.key_start + self.c.start
+        first = self.tiled.key_start + self.c.start
         c0, c1 = (
             max(self.least.start - first, 0),
             min(self.most.start - first + sinks, self.shape[3]),
         )
         if c0 >= c1:
             return None
-        start = self.blocks.columns.start[self.b, self.r].flip(0)
+        start = self.tiled.columns.start[self.b, self.r].flip(0)
         offset = torch.arange(first + c0, first + c1, device=self.query.device) - start[:, None]
         return slice(c0, c1), (offset >= 0) & (offset < sinks)
 
     def tiles(self) -> list[Tile]:
         """The ranges of columns that are held at a time: the block itself, or parts of it."""
-        step, r, c = self.blocks.columns_at_once, self.r, self.c
+        step, r, c = self.tiled.columns_at_once, self.r, self.c
         if self.shape[3] <= step:
             return [self]
         starts = range(c.start, c.stop, step)
-        part = functools.partial(Tile, self.blocks, b=self.b, h=self.h, r0=r.start, r1=r.stop, bounds=self.bounds)
+        part = functools.partial(Tile, self.tiled, b=self.b, h=self.h, r0=r.start, r1=r.stop, bounds=self.bounds)
         return [part(number=self.number + i, c0=c0, c1=min(c0 + step, c.stop)) for i, c0 in enumerate(starts)]
 
     def scores(self) -> Tensor:
         """C(S), (heads, group, rows, columns)."""
-        s, softcap = self.blocks.buffer("logits", *self.flat, self.shape[3]), self.blocks.spec.softcap
-        self.blocks.products(self, s)
+        s, softcap = self.tiled.buffer("logits", *self.flat, self.shape[3]), self.tiled.spec.softcap
+        torch.bmm(self.query, self.key.transpose(1, 2), out=s)
         if softcap:
             s.div_(softcap).tanh_().mul_(softcap)
         return s.view(self.shape)
 
     def logits(self, s: Tensor) -> Tensor:
         """L from C(S), in place; MASK_VALUE where the row may not see the key."""
-        blocks, sink = self.blocks, self.sink_columns()
-        if blocks.row_scale is not None:
-            s.mul_(self.rows(blocks.row_scale))
+        tiled, sink = self.tiled, self.sink_columns()
+        if tiled.row_scale is not None:
+            s.mul_(self.rows(tiled.row_scale))
         kept = s[..., sink[0]].clone() if sink else None
-        if blocks.gain is not None and blocks.bias is not None:
-            gain, bias = self.table(blocks.gain), self.table(blocks.bias)
-            if blocks.bias_scale is None:
+        if tiled.gain is not None and tiled.bias is not None:
+            gain, bias = self.table(tiled.gain), self.table(tiled.bias)
+            if tiled.bias_scale is None:
                 torch.addcmul(bias, s, gain, out=s)
             else:
-                s.mul_(gain).addcmul_(self.rows(blocks.bias_scale), bias)
+                s.mul_(gain).addcmul_(self.rows(tiled.bias_scale), bias)
         if sink and kept is not None:
             torch.where(sink[1], kept, s[..., sink[0]], out=s[..., sink[0]])
         self.hide(s)
@@ -307,21 +304,21 @@ class Tile:
 
     def hide(self, s: Tensor) -> None:
         """Fill the pairs that are outside the rows' intervals, or not allowed."""
-        blocks = self.blocks
-        first = blocks.key_start + self.c.start
+        tiled = self.tiled
+        first = tiled.key_start + self.c.start
         if (width := self.most.low - first) > 0:
             indices = torch.arange(first, first + min(width, self.shape[3]), device=s.device)
-            s[..., :width].masked_fill_(indices < blocks.columns.low[self.b, self.r, None].flip(0), MASK_VALUE)
-        if not blocks.hides_future and (begin := max(self.least.high + 1 - first, 0)) < self.shape[3]:
+            s[..., :width].masked_fill_(indices < tiled.columns.low[self.b, self.r, None].flip(0), MASK_VALUE)
+        if not tiled.hides_future and (begin := max(self.least.high + 1 - first, 0)) < self.shape[3]:
             indices = torch.arange(first + begin, first + self.shape[3], device=s.device)
-            s[..., begin:].masked_fill_(indices > blocks.columns.high[self.b, self.r, None].flip(0), MASK_VALUE)
+            s[..., begin:].masked_fill_(indices > tiled.columns.high[self.b, self.r, None].flip(0), MASK_VALUE)
         if (allowed := self.allowed()) is not None:
             s.masked_fill_(~allowed, MASK_VALUE)
 
     def allowed(self) -> Tensor | None:
-        if self.blocks.allowed is None:
+        if self.tiled.allowed is None:
             return None
-        mask = self.blocks.allowed[self.b, :, self.r, self.c].flip(1)
+        mask = self.tiled.allowed[self.b, :, self.r, self.c].flip(1)
         return mask[:, None] if mask.shape[0] == 1 else mask.unflatten(0, (-1, self.shape[1]))[self.h]
 
     def softmax(self, logits: Tensor) -> Tensor:
@@ -338,7 +335,7 @@ class Tile:
             top = logits.amax(-1, keepdim=True)
             if with_entropy:
                 # with the largest logit at 0, H = ln Z - sum p L adds two terms >= 0: nothing cancels
-                p = torch.softmax(logits.sub_(top), -1, out=self.blocks.buffer("p", *self.shape))
+                p = torch.softmax(logits.sub_(top), -1, out=self.tiled.buffer("p", *self.shape))
                 entropy = -torch.einsum("hgrc,hgrc->hgr", p, logits)[..., None]
             else:
                 torch.softmax(logits, -1, out=p)
@@ -348,8 +345,8 @@ class Tile:
             if self.fully_masked:
                 p.masked_fill_(top <= MASK_VALUE / 2, 0.0)
         elif self.value is not None:
-            self.softmax(logits if self.blocks.temper is None else self.tempered(logits, self.blocks.temper))
-        if self.blocks.call.dropout:
+            self.softmax(logits if self.tiled.temper is None else self.tempered(logits, self.tiled.temper))
+        if self.tiled.call.dropout:
             p.mul_(self.keep())
         if self.value is not None:
             out = self.average(p).view(*self.shape[:3], -1)
@@ -360,7 +357,7 @@ class Tile:
         top = logits.amax(-1, keepdim=True)
         if self.fully_masked:  # such rows stay where they are
             top.masked_fill_(top <= MASK_VALUE / 2, 0.0)
-        p = torch.softmax(logits.sub_(top), -1, out=self.blocks.buffer("p", *self.shape))
+        p = torch.softmax(logits.sub_(top), -1, out=self.tiled.buffer("p", *self.shape))
         # the largest logit is 0, and its probability 1 / Z: H = ln Z - sum p L adds two terms >= 0, nothing cancels
         entropy = -p.amax(-1).log_() - torch.linalg.vecdot(p, logits)
         return logits.mul_(temper(entropy)[..., None])
@@ -374,16 +371,16 @@ class Tile:
         out = p.new_zeros(*self.flat, self.value.shape[-1])
         for c in range(0, self.shape[3], HALF_COLUMNS):  # few shapes: oneDNN keeps memory for each one it has met
             part, value = p[..., c : c + HALF_COLUMNS], self.value[:, c : c + HALF_COLUMNS]
-            rounded = self.blocks.buffer("rounded", *part.shape, dtype=value.dtype).copy_(part)
+            rounded = self.tiled.buffer("rounded", *part.shape, dtype=value.dtype).copy_(part)
             out += torch.bmm(rounded, value)
         return out
 
     def keep(self) -> Tensor:
         """Dropout's factors for this block, the same whenever they are asked for."""
-        assert self.blocks.call.seed is not None
-        generator = torch.Generator(self.query.device).manual_seed(int(self.blocks.call.seed) + self.number)
-        kept = torch.rand(self.shape, generator=generator, device=self.query.device) >= self.blocks.call.dropout
-        return kept.to(self.blocks.dtype) / ((1 - self.blocks.call.dropout) or 1.0)  # all are dropped at 1
+        assert self.tiled.call.seed is not None
+        generator = torch.Generator(self.query.device).manual_seed(int(self.tiled.call.seed) + self.number)
+        kept = torch.rand(self.shape, generator=generator, device=self.query.device) >= self.tiled.call.dropout
+        return kept.to(self.tiled.dtype) / ((1 - self.tiled.call.dropout) or 1.0)  # all are dropped at 1
 
     def gradient(self, into: Gradients, whole: bool, **given: Tensor) -> None:
         """Add what these columns contribute to the gradients of the block's rows, and of keys and values.
@@ -392,10 +389,10 @@ class Tile:
             whole: the tile holds all visible keys of its rows.
             given: what gradients start from, by row, as `_logit_gradient` takes it.
         """
-        spec, s = self.blocks.spec, self.scores()
+        spec, s = self.tiled.spec, self.scores()
         capped = None
         if spec.softcap or spec.row_scale is not None:
-            capped = self.blocks.buffer("scores", *self.shape).copy_(s)
+            capped = self.tiled.buffer("scores", *self.shape).copy_(s)
         d = self._logit_gradient(self.logits(s), into, whole, **given)
         d = self._score_gradient(d, capped, into).view(*self.flat, -1)
         into["query"].view(*self.flat, -1).baddbmm_(d, self.key)
@@ -422,15 +419,15 @@ class Tile:
             p = self.softmax(logits)
         else:
             log_p = logits.sub_(lse)
-            p = torch.exp(log_p, out=log_p if d_entropy is None else self.blocks.buffer("p", *self.shape))
-        d = self.blocks.buffer("d", *self.flat, self.shape[3])
+            p = torch.exp(log_p, out=log_p if d_entropy is None else self.tiled.buffer("p", *self.shape))
+        d = self.tiled.buffer("d", *self.flat, self.shape[3])
         if self.value is None or d_out is None:
             d = d.zero_().view(self.shape)
         else:
             d_out = d_out.view(*self.flat, -1)
             torch.bmm(d_out, self.value.transpose(1, 2), out=d)
             d, dropped = d.view(self.shape), p
-            if self.blocks.call.dropout:
+            if self.tiled.call.dropout:
                 kept = self.keep()
                 d.mul_(kept)
                 dropped = p * kept
@@ -442,22 +439,22 @@ class Tile:
 
     def _score_gradient(self, d: Tensor, capped: Tensor | None, into: Gradients) -> Tensor:
         """d(scaling q . k) from dL, in place; the row factors' gradients on the way. `capped` is C(S)."""
-        blocks, sink = self.blocks, self.sink_columns()
-        if blocks.gain is not None and blocks.bias is not None:
+        tiled, sink = self.tiled, self.sink_columns()
+        if tiled.gain is not None and tiled.bias is not None:
             kept = d[..., sink[0]].clone() if sink else None
-            if blocks.bias_scale is not None:
-                product = d * self.table(blocks.bias)
+            if tiled.bias_scale is not None:
+                product = d * self.table(tiled.bias)
                 if sink:
                     product[..., sink[0]].masked_fill_(sink[1], 0.0)
                 into["bias_scale"].add_(product.sum(-1, keepdim=True))
-            d.mul_(self.table(blocks.gain))
+            d.mul_(self.table(tiled.gain))
             if sink and kept is not None:
                 torch.where(sink[1], kept, d[..., sink[0]], out=d[..., sink[0]])
-        if blocks.row_scale is not None and capped is not None:
+        if tiled.row_scale is not None and capped is not None:
             into["row_scale"].add_((d * capped).sum(-1, keepdim=True))
-            d.mul_(self.rows(blocks.row_scale))
-        if blocks.spec.softcap and capped is not None:
-            d.mul_(capped.div_(blocks.spec.softcap).square_().neg_().add_(1.0))
+            d.mul_(self.rows(tiled.row_scale))
+        if tiled.spec.softcap and capped is not None:
+            d.mul_(capped.div_(tiled.spec.softcap).square_().neg_().add_(1.0))
         return d
 
 

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..geometry import AttentionLayout
 from ..plan import Operand
-from . import operators, parts, sdpa, tiles
+from . import operators, programs, sdpa, tiles
 from .by_segment import BySegment
 from .kernel import MARGIN, Kernel, KernelCall, KernelFailure, Result
 
@@ -40,7 +40,7 @@ LARGEST_HEAD = 512
 
 def why_not_triton(query: Tensor | Operand) -> str | None:
     """The reason why these kernels cannot compute a call exactly, or None."""
-    if (reason := parts.why_not_triton(query)) is not None:
+    if (reason := programs.why_not_triton(query)) is not None:
         return reason
     if query.shape[-1] > LARGEST_HEAD:
         return f"the Triton kernels hold head_dim up to {LARGEST_HEAD}, got {query.shape[-1]}"
@@ -54,7 +54,7 @@ def run(call: KernelCall) -> Result:
     smooth = rows.key_ids is None and rows.allowed is None
     if gain is not None and bias is not None and smooth and gain.shape[-1] >= call.kv_len + query.shape[2] + MARGIN:
         fits = _fits if torch.compiler.is_compiling() else _cached_fits
-        spec = dataclasses.replace(spec, far=fits(gain, bias, query.dtype != torch.float32))
+        spec = dataclasses.replace(spec, polynomials=fits(gain, bias, query.dtype != torch.float32))
     seed = torch.randint(1 << 62, (), device=query.device) if call.dropout else None
     rows = AttentionLayout(rows.index, rows.allowed, rows.query_ids, rows.key_ids)
     return _run(call._replace(rows=rows, spec=spec, seed=seed))
@@ -206,7 +206,7 @@ def _candidates(kernel: str, query: Tensor, value: Tensor | None) -> tuple[TileS
 def small_first(kernel: str, candidates: Iterable[TileSizes]) -> tuple[TileSizes, ...]:
     """For a GPU that holds products in registers."""
     small = SMALL // 2 if kernel == "key" else SMALL
-    return tuple(sorted(candidates, key=lambda blocks: blocks.rows * blocks.columns > small))
+    return tuple(sorted(candidates, key=lambda tile: tile.rows * tile.columns > small))
 
 
 @functools.cache
@@ -240,20 +240,20 @@ def _launch(
     """Launch the first of a kernel's candidates that works."""
     query, value = call.query, call.value
     width, limit, why = max(constants["DP"], constants["EP"]), _shared_memory(query.device), "no tiles fit"
-    for blocks in _candidates(name, query, value):
-        sizes = {"ROWS": blocks.rows, "COLUMNS": blocks.columns, "STAGES": blocks.stages}
-        own = constants | sizes | {"num_warps": blocks.warps, "num_stages": blocks.stages}
-        key = name, query.device, query.dtype, blocks, frozenset(own.items())
-        if blocks.least(name, width, query.element_size()) > limit:
+    for tile in _candidates(name, query, value):
+        sizes = {"ROWS": tile.rows, "COLUMNS": tile.columns, "STAGES": tile.stages}
+        own = constants | sizes | {"num_warps": tile.warps, "num_stages": tile.stages}
+        key = name, query.device, query.dtype, tile, frozenset(own.items())
+        if tile.least(name, width, query.element_size()) > limit:
             continue
         if key in _FAILED:
             why = _FAILED[key]
             continue
         try:
             with torch.cuda.device_of(query):
-                return launch(blocks, own)
+                return launch(tile, own)
         except Exception as error:
-            if parts.INTERPRETED or not parts.before_launch(error):
+            if programs.INTERPRETED or not programs.before_launch(error):
                 raise
             why = _FAILED[key] = f"{type(error).__name__}: {error}"
     raise KernelFailure(f"the {name} kernel for head_dim {query.shape[-1]} in {query.dtype}: {why}")
@@ -282,7 +282,7 @@ def _constants(call: KernelCall, entropy: bool) -> dict[str, Any]:
         "DROPOUT": call.dropout > 0,
         "VALUE": value is not None,
         "ENTROPY": entropy,
-        "DEGREES": 0 if checked or (mapped and spec.far is None) else DEGREES if mapped else 1,
+        "DEGREES": 0 if checked or (mapped and spec.polynomials is None) else DEGREES if mapped else 1,
         "D": head_dim,
         "DP": max(16, triton.next_power_of_2(head_dim)),
         "E": value_dim,
@@ -296,7 +296,7 @@ def _inputs(call: KernelCall, unused: Tensor) -> tuple[list[Any], list[Any]]:
     query, key, value, rows, spec = call.query, call.key, call.value, call.rows, call.spec
     ids = (rows.query_ids, rows.key_ids) if spec.gain is not None else (None, None)
     scales = (None if x is None else x.expand(query.shape[:3]).float().contiguous() for x in (spec.row_scale, spec.bias_scale))
-    tables = [None if x is None else x.float().contiguous() for x in (spec.gain, spec.bias, spec.far)]
+    tables = [None if x is None else x.float().contiguous() for x in (spec.gain, spec.bias, spec.polynomials)]
     places = [None if x is None else x.contiguous() for x in ids]
     tensors = [rows.index, *tables, *scales, rows.allowed, *places, call.seed]
     strides = [s for x in (query, key, value) for s in ((0, 0, 0) if x is None else x.stride()[:3])]
@@ -309,7 +309,7 @@ def _strides(x: Tensor | None) -> list[int]:
     return [0] * 4 if x is None else [s if n > 1 else 0 for s, n in zip(x.stride(), x.shape, strict=True)]
 
 
-def _numbers(call: KernelCall) -> tuple[float, float, float]:
+def _factors(call: KernelCall) -> tuple[float, float, float]:
     """Factors from products to logits in units of ln 2, and back for gradients; see `triton_kernels._logits`."""
     scaling, cap = call.spec.scaling, call.spec.softcap
     factor = (math.copysign(cap, scaling) if cap else scaling) * math.log2(math.e)
@@ -318,7 +318,7 @@ def _numbers(call: KernelCall) -> tuple[float, float, float]:
     return factor, bend, back
 
 
-def _dense(call: KernelCall) -> KernelCall:
+def _contiguous(call: KernelCall) -> KernelCall:
     """Make the call's vectors, and its index, lie in one piece."""
     vectors = {n: x if x is None or x.stride(-1) == 1 else x.contiguous() for n, x in call._asdict().items() if n in _VECTORS}
     index = call.rows.index
@@ -338,16 +338,16 @@ def _share(dropout: float) -> float:
 
 
 def _forward(call: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
-    call = _dense(call)
+    call = _contiguous(call)
     query, key, value = call.query, call.key, call.value
     batch, heads, q_len, _ = query.shape
     out = query.new_empty((0,) if value is None else (batch, heads, q_len, value.shape[-1]))
     lse = query.new_empty((batch, heads, q_len), dtype=torch.float32)
     entropy = query.new_empty((batch, heads, q_len) if call.with_entropy else (0,), dtype=torch.float32)
-    (tensors, strides), numbers = _inputs(call, lse), _numbers(call)
+    (tensors, strides), numbers = _inputs(call, lse), _factors(call)
 
-    def launch(blocks: TileSizes, constants: dict[str, Any]) -> None:
-        kernels.forward_kernel[triton.cdiv(q_len, blocks.rows), batch * heads](
+    def launch(tile: TileSizes, constants: dict[str, Any]) -> None:
+        kernels.forward_kernel[triton.cdiv(q_len, tile.rows), batch * heads](
             query, key, key if value is None else value, out, lse, entropy, *tensors, *strides, q_len, key.shape[2],
             *numbers[:2], call.dropout, _share(call.dropout), call.spec.sinks, **constants,
         )  # fmt: skip
@@ -363,7 +363,7 @@ def _forward(call: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
 def gradients(
     call: KernelCall, d_out: Tensor, d_lse: Tensor | None, d_entropy: Tensor | None, out: Tensor, lse: Tensor, entropy: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    call = _dense(call)
+    call = _contiguous(call)
     query, key, value, spec = call.query, call.key, call.value, call.spec
     batch, heads, q_len, _ = query.shape
     kv_heads, kv_len = key.shape[1:3]
@@ -376,25 +376,25 @@ def gradients(
     do = query if value is None else d_out.to(query.dtype)
     do = do if do.stride(-1) == 1 else do.contiguous()
     by_row = [lse if x is None else x.float().contiguous() for x in (d_lse, d_entropy)]
-    (tensors, strides), numbers = _inputs(call, lse), _numbers(call)
+    (tensors, strides), numbers = _inputs(call, lse), _factors(call)
     vectors = (query, key, key if value is None else value, do)
     scalars = (*numbers, call.dropout, _share(call.dropout), spec.sinks)
     constants = _constants(call, d_entropy is not None)
 
-    def by_rows(blocks: TileSizes, constants: dict[str, Any]) -> None:
-        kernels.query_kernel[triton.cdiv(q_len, blocks.rows), batch * heads](
+    def by_rows(tile: TileSizes, constants: dict[str, Any]) -> None:
+        kernels.query_kernel[triton.cdiv(q_len, tile.rows), batch * heads](
             *vectors, out, d_query, d_row_scale, d_bias_scale, lse, by_row[0], delta, entropy, by_row[1],
             *tensors, *strides, *do.stride()[:3], q_len, kv_len, *scalars, HAS_DLSE=d_lse is not None, **constants,
         )  # fmt: skip
 
-    def by_columns(blocks: TileSizes, constants: dict[str, Any]) -> None:
-        index, programs = tensors[0], triton.cdiv(kv_len, blocks.columns)
-        ranges = torch.empty((index.shape[0], programs, 4), dtype=torch.int32, device=query.device)
+    def by_columns(tile: TileSizes, constants: dict[str, Any]) -> None:
+        index, count = tensors[0], triton.cdiv(kv_len, tile.columns)
+        ranges = torch.empty((index.shape[0], count, 4), dtype=torch.int32, device=query.device)
         stride, mapped = _strides(index)[0], spec.gain is not None
-        kernels.ranges_kernel[programs, len(ranges)](
-            index, ranges, stride, q_len, kv_len, spec.sinks, MAP=mapped, ROWS=blocks.rows, COLUMNS=blocks.columns, CHUNK=1024
+        kernels.ranges_kernel[count, len(ranges)](
+            index, ranges, stride, q_len, kv_len, spec.sinks, MAP=mapped, ROWS=tile.rows, COLUMNS=tile.columns, CHUNK=1024
         )
-        kernels.key_kernel[programs, batch * kv_heads](
+        kernels.key_kernel[count, batch * kv_heads](
             *vectors, d_key, d_value, ranges, lse, delta, entropy, by_row[1], *tensors, *strides, *do.stride()[:3],
             _strides(ranges)[0], q_len, kv_len, *scalars, **constants,
         )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ def copying_heads(model: nn.Module, input_ids: Tensor) -> Tensor:
     def seen(layer: Layer, call: Call) -> None:
         total = torch.zeros(call.query.shape[1], dtype=torch.float64, device=call.query.device)
         after = expected.to(total.device)
-        for block in blocks(dataclasses.replace(call, config=LongAttnConfig()), reading.to(total.device)):
+        for block in blocks(call.under(LongAttnConfig()), reading.to(total.device)):
             here, after = after[: len(block.which)], after[len(block.which) :]
             log_p = block.log_p.gather(-1, here[None, None, :, None].expand(1, len(total), -1, 1))
             total += log_p.exp().double().sum((0, 2, 3))

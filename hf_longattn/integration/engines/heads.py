@@ -40,7 +40,7 @@ def _mean_over(group: Any) -> Callable[[Tensor], Tensor]:
 
 def _split_by(module: nn.Module, count: int, of: int) -> tuple[int, Any, bool]:
     """This process's rank among those that share a layer, their group, and whether nobody else sums their gradients."""
-    if (here := ulysses.place(module)) is not None and here[1] * count == of:
+    if (here := ulysses.rank_and_world(module)) is not None and here[1] * count == of:
         return here[0], ulysses.group_of(module) or deepspeed_group(), False  # as tokens are split too
     if torch.distributed.is_available():
         from torch.distributed.tensor import DTensor

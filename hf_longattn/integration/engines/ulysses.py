@@ -69,7 +69,7 @@ def group_of(module: nn.Module) -> Any:
     return None if (plan := plan_of(module)) is None else plan.state.group
 
 
-def place(module: nn.Module) -> tuple[int, int] | None:
+def rank_and_world(module: nn.Module) -> tuple[int, int] | None:
     """This process's rank among those that share a sequence, and their number; None where none is split."""
     if (group := group_of(module)) is not None:
         return torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
@@ -81,7 +81,7 @@ def place(module: nn.Module) -> tuple[int, int] | None:
 def is_exchanged(layer_call: LayerCall, query: Tensor, key: Tensor) -> bool:
     """Tell whether DeepSpeed's exchange has happened: this process has few heads of all tokens."""
     here, heads, position_ids = (
-        place(layer_call.module),
+        rank_and_world(layer_call.module),
         getattr(layer_call.module.config, "num_attention_heads", None),
         layer_call.positions,
     )
@@ -103,7 +103,7 @@ def whole_sequence(layer_call: LayerCall, query: Tensor, key: Tensor, value: Ten
     group, position_ids, window = layer_call.plan.state.group, layer_call.positions, layer_call.sliding_window
     if layer_call.weights or (layer_call.plan.windowed and window is None):
         raise NotImplementedError("no attention weights, and no windows of unknown size, of a sequence split over processes")
-    here = place(layer_call.module)
+    here = rank_and_world(layer_call.module)
     assert here is not None
     if group is None:
         assert position_ids is not None

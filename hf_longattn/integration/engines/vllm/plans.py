@@ -81,7 +81,7 @@ def planned(vllm_config: Any) -> dict[str, tuple[LayerPlan, nn.Module | None]]:
         _refuse(model_config, model, layers)
         remapped = [x for x in layers if (plan := plan_of(x.module)) is not None and plan.rotary is not None]
         if remapped:
-            _settle(config.get_text_config(), model, remapped)
+            _rotate_as_small_model(config.get_text_config(), remapped)
     plans = {x.name: (plan, getattr(x.module, "longattn", None)) for x in layers_of(model) if (plan := plan_of(x.module))}
     model_config.hf_config.get_text_config().longattn = layers[0].module.config.longattn  # bound, for `is_served` later
     return plans
@@ -118,7 +118,7 @@ def _border(text: Any, layer_type: str | None) -> float:
     return float(text.max_position_embeddings) if kind == "dynamic" else math.inf
 
 
-def _settle(text: Any, model: nn.Module, remapped: list[Layer]) -> None:
+def _rotate_as_small_model(text: Any, remapped: list[Layer]) -> None:
     """Give the remapped layers of an empty model the rotation that a small one of its kind shows."""
     small = _small(text)
     with torch.inference_mode(False), torch.device("cpu"), torch.random.fork_rng(devices=[]):

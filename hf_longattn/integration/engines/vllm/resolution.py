@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from ...names import TRIPWIRE
 from ...patch import Patch
-from ...patch import install as install_seams
+from ...patch import install as install_patches
 from ...saved_method import ADAPTER, computed, method_in, saved_in
 from . import fold, plans
 
@@ -35,7 +36,7 @@ def install() -> None:
         if name.startswith("Transformers") and name.endswith("ForCausalLM"):
             ModelRegistry.register_model(TRIPWIRE + name, f"{package}.model:{TRIPWIRE}{name}")
             MODELS_CONFIG_MAP[TRIPWIRE + name] = Checks
-    install_seams(*PATCHES)
+    install_patches(*PATCHES)
 
 
 def _resolve(original: Callable[..., Any], self: Any, architectures: Any, model_config: Any) -> Any:
@@ -55,7 +56,7 @@ def _resolve(original: Callable[..., Any], self: Any, architectures: Any, model_
     name: str = model_config._get_transformers_backend_cls()
     if not name.endswith("ForCausalLM"):
         raise ValueError(f"hf_longattn serves models that generate text in vLLM, and this would be {name}")
-    with _neutral(model_config):
+    with _by_name_alone(model_config):
         return original(self, [TRIPWIRE + name], model_config)
 
 
@@ -75,17 +76,15 @@ def _say_factor(text: Any) -> None:
             rope.setdefault(name, rope["attention_factor"])
 
 
-class _neutral:
+@contextmanager
+def _by_name_alone(model_config: Any) -> Iterator[None]:
     """While open, vLLM looks a class up by its name alone."""
-
-    def __init__(self, model_config: Any) -> None:
-        self.config, self.before = model_config, model_config.model_impl
-
-    def __enter__(self) -> None:
-        object.__setattr__(self.config, "model_impl", "auto")
-
-    def __exit__(self, *_: Any) -> None:
-        object.__setattr__(self.config, "model_impl", self.before)
+    before = model_config.model_impl
+    object.__setattr__(model_config, "model_impl", "auto")
+    try:
+        yield
+    finally:
+        object.__setattr__(model_config, "model_impl", before)
 
 
 class Checks(VerifyAndUpdateConfig):

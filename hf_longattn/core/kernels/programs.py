@@ -1,4 +1,4 @@
-"""The small Triton programs as functions of tensors; what they compute shows in `triton_parts`."""
+"""The small Triton programs as functions of tensors; what they compute shows in `triton_programs`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .kernel import KernelFailure
 try:
     import triton
 
-    from . import triton_parts as kernels
+    from . import triton_programs as kernels
 except ImportError:  # it comes with torch's CUDA builds for Linux
     triton = None
 
@@ -107,7 +107,7 @@ ALIGNED = 16
 def scores(
     query: Tensor,
     key: Tensor,
-    intervals: Sequence[DeviceSegment],
+    segments: Sequence[DeviceSegment],
     spec: LogitSpec,
     scaling: float,
     row_scale: Tensor | None,
@@ -120,7 +120,7 @@ def scores(
     MASK_VALUE for hidden pairs, and behind the last key.
 
     Args:
-        intervals: segments of keys; a pair is in one at most.
+        segments: each pair of a query and a key is in one at most.
         row_scale: float32, broadcastable to (batch, heads, q_len); None is 1.
         normed: products are divided by the norms of both.
         known: where launches are kept for calls that differ in these tensors alone.
@@ -128,8 +128,8 @@ def scores(
     name = query.stride(), key.stride(), None if row_scale is None else row_scale.stride()
     if known is not None and (launches := known.get(name)) is not None:
         return _scored(query, key, row_scale, launches)
-    angles = [x for i in intervals for pair in (i.query_angles, i.key_angles) for x in (pair or (None, None))]
-    each = [[getattr(i, field) for i in intervals] for field in ("bounds", "allowed", "query_ids", "key_ids")]
+    angles = [x for i in segments for pair in (i.query_angles, i.key_angles) for x in (pair or (None, None))]
+    each = [[getattr(i, field) for i in segments] for field in ("bounds", "allowed", "query_ids", "key_ids")]
     numbers = scaling, spec.softcap, spec.sinks, normed, *(layout or (0, 0, False))
     arguments: tuple[Any, ...] = query, key, row_scale, *each, angles, spec.gain, spec.bias, *numbers
     if not readable(query):
