@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import Cache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import CUSTOM, LongAttnConfig, is_whole, read_name
@@ -24,6 +26,7 @@ from .names import (
     PREFIX,
     SERVED,
     TRIPWIRE,
+    NameOf,
     hint,
     is_longattn_name,
     methods_in,
@@ -121,15 +124,29 @@ def _by_part(config: PreTrainedConfig, implementation: Any) -> Any:
 
 
 def _keeping_our_name(original: Any) -> property:
-    """The config's property, under which None, "the default", does not take a method away, and no name of ours is lost."""
+    """The config's property, under which None, "the default", does not take a method away, and no name of ours is lost. Of a
+    model that runs a method it gives the name with the method."""
+    read = original.fget
+
+    @functools.wraps(read)
+    def getter(self: PreTrainedConfig) -> str | None:
+        name: str | None = read(self)
+        if torch.compiler.is_compiling() or name in STOCK:
+            return name
+        record = object.__getattribute__(self, "__dict__").get("_longattn")  # every layer asks; vars() is slow here
+        if record is None or name is None or not isinstance(record.section, LongAttnConfig):
+            return name
+        return NameOf(name, record.section)
 
     def setter(self: PreTrainedConfig, value: str | dict[str, Any] | None) -> None:
         ours = get_implementation(self)
         original.fset(self, _by_part(self, value))
         if value is None and is_longattn_name(ours):
             set_implementation(self, ours)
+        if isinstance(name := get_implementation(self), NameOf) and isinstance(raw_section(self), LongAttnConfig):
+            set_implementation(self, str(name))
 
-    return property(original.fget, setter, original.fdel, original.__doc__)
+    return property(getter, setter, original.fdel, original.__doc__)
 
 
 def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config: Any = None, **kwargs: Any) -> Any:
@@ -167,6 +184,8 @@ def _get_correct_attn_implementation(
     original: Callable[..., str], self: Any, requested: Any, *args: Any, **kwargs: Any
 ) -> str:
     register_combination(requested)
+    if isinstance(requested, NameOf):
+        requested = _put_method(language_config(self.config), requested)
     if isinstance(requested, str) and is_longattn_name(requested) and methods_in(requested) != short(requested):
         requested = _put_parameters(language_config(self.config), short(requested))
     try:
@@ -175,6 +194,14 @@ def _get_correct_attn_implementation(
         if meant := hint(requested):
             raise ValueError(f"there is no attention implementation {requested!r}; {meant}") from error
         raise
+
+
+def _put_method(config: PreTrainedConfig, name: NameOf) -> str:
+    """The name alone: its method goes into the config's section, unless a model runs that, or parameters were typed there."""
+    section = raw_section(config)
+    if is_longattn_name(name) and not isinstance(section, LongAttnConfig) and (not section or is_whole(section)):
+        config.longattn = name.method.to_dict()
+    return str(name)
 
 
 def _put_parameters(config: PreTrainedConfig, implementation: str) -> str:
@@ -352,7 +379,8 @@ PATCHES = (
         PreTrainedConfig,
         "_attn_implementation",
         _keeping_our_name,
-        "None would remove the method of a config that exists already, and a part that is not there be passed over",
+        "None would remove the method of a config that exists already, and a part that is not there be passed over; by the "
+        "name alone TRL would load a reference model without its parameters",
         whole=True,
     ),
     Patch(PreTrainedModel, "from_pretrained", _from_pretrained, "with config=, longattn= would reach the model's constructor"),

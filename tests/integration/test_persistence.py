@@ -116,6 +116,35 @@ def test_load_a_base_with_the_method(section: Any, name: str, base: Path) -> Non
     json.dumps(m.config.longattn)
 
 
+@pytest.mark.parametrize("way", ["loaded", "copied", "from a config", "switched", "over a checkpoint's own", "in parts"])
+def test_the_name_that_a_running_model_gives_brings_its_method(way: str, base: Path, tmp_path: Path) -> None:
+    """By it TRL's DPO and GRPO load the reference model from the policy's base."""
+    parts = [CONFIG.replace(layers=[0, 1]), "logn:learned=true:train_length=4"]
+    m = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(base), parts if way == "in parts" else CONFIG)
+    name = m.config._attn_implementation
+    if way == "from a config":
+        again = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base), attn_implementation=name)
+        again.load_state_dict(m.state_dict())
+    elif way == "switched":
+        again = AutoModelForCausalLM.from_pretrained(base)
+        again.set_attn_implementation(name)
+    else:
+        if way == "over a checkpoint's own":
+            hf_longattn.apply(stock("llama"), "scale_invariant", tau=50.0).save_pretrained(base := tmp_path / "other")
+        again = AutoModelForCausalLM.from_pretrained(
+            base, attn_implementation=copy.deepcopy(name) if way == "copied" else name
+        )
+    assert hf_longattn.get_config(again) == hf_longattn.get_config(m)
+    assert torch.equal(logits(again), logits(m))
+    assert {type(x.config._attn_implementation_internal) for x in (m, again)} == {str}
+
+
+def test_parameters_beside_a_name_that_brings_its_method_are_those_that_were_typed(base: Path) -> None:
+    name = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(base), CONFIG).config._attn_implementation
+    typed = AutoModelForCausalLM.from_pretrained(base, attn_implementation=name, longattn={"tau": 7.0})
+    assert hf_longattn.get_config(typed).methods == LongAttnConfig.preset("scale_invariant", tau=7.0).methods
+
+
 @pytest.mark.parametrize("way", ["loaded", "from a config", "switched"])
 def test_a_name_may_have_its_parameters_behind_it(way: str, base: Path, tmp_path: Path) -> None:
     text = ":".join(["scale_invariant", *(f"{key}={value}" for key, value in SECTION.items())])
