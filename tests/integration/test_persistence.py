@@ -183,6 +183,9 @@ def test_a_name_may_have_its_parameters_behind_it(way: str, base: Path, tmp_path
         ("scale_invarant:tau=3", "did you mean 'scale_invariant'"),
         ("scale_invariant:tau", "is not key=value"),
         ("scale_invariant:tau=3:tau=4", "tau is given twice"),
+        ("scale_invariant:tau=3, sink_tokens=2", "between colons: scale_invariant:tau=3:sink_tokens=2 in place of"),
+        (f"scale_invariant:tau={10**400}", "tau holds an integer that no tensor can"),
+        (f"scale_invariant:logit_mean=[[1, -{10**400}]]", "logit_mean holds an integer that no tensor can"),
     ],
 )
 def test_a_name_with_parameters_that_are_wrong(text: str, message: str, base: Path) -> None:
