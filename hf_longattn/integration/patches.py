@@ -30,6 +30,7 @@ from .names import (
     hint,
     is_longattn_name,
     methods_in,
+    name_for,
     ours_in,
     raw_section,
     record_in,
@@ -111,6 +112,9 @@ def _by_part(config: PreTrainedConfig, implementation: Any) -> Any:
 
     The text part of a model of text is the whole. ValueError: one of our names is asked for in a part that is not there.
     """
+    if isinstance(implementation, NameOf) and implementation in STOCK:  # of a whole whose language model runs the method
+        method = NameOf(name_for(implementation.method.name), implementation.method)
+        return {"": str(implementation)} | ({} if (key := _text_key(config)) is None else {key: method})
     if not isinstance(implementation, dict):
         return implementation
     if language_config(config) is config and TEXT not in config.sub_configs and TEXT in implementation:
@@ -123,6 +127,12 @@ def _by_part(config: PreTrainedConfig, implementation: Any) -> Any:
     return implementation
 
 
+def _text_key(config: PreTrainedConfig) -> str | None:
+    """The key of a config's part that is the language model; None: that is the whole, or is deeper inside."""
+    text = language_config(config)
+    return next((key for key in config.sub_configs if text is not config and getattr(config, key, None) is text), None)
+
+
 def _keeping_our_name(original: Any) -> property:
     """The config's property, under which None, "the default", does not take a method away, and no name of ours is lost. Of a
     model that runs a method it gives the name with the method."""
@@ -131,10 +141,14 @@ def _keeping_our_name(original: Any) -> property:
     @functools.wraps(read)
     def getter(self: PreTrainedConfig) -> str | None:
         name: str | None = read(self)
-        if torch.compiler.is_compiling() or name in STOCK:
+        if torch.compiler.is_compiling():
             return name
         record = object.__getattribute__(self, "__dict__").get("_longattn")  # every layer asks; vars() is slow here
         if record is None or name is None or not isinstance(record.section, LongAttnConfig):
+            return name
+        if name in STOCK and (
+            (key := _text_key(self)) is None or not is_longattn_name(get_implementation(getattr(self, key)))
+        ):
             return name
         return NameOf(name, record.section)
 

@@ -457,6 +457,24 @@ def build(how: str, folder: Path, implementation: Any, auto: Any = AutoModelForC
 
 
 @pytest.mark.parametrize("how", ["from_pretrained", "from_config", "config", "set"])
+@pytest.mark.parametrize("of_all", [False, True])
+def test_the_name_that_a_running_whole_gives_brings_the_method_of_its_part(how: str, of_all: bool, tmp_path: Path) -> None:
+    multimodal().save_pretrained(tmp_path)
+    m = hf_longattn.apply(multimodal(), CONFIG)
+    if of_all:
+        m = AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation="scale_invariant", longattn=SECTION)
+    again = build(how, tmp_path, m.config._attn_implementation, AutoModelForImageTextToText)
+    again.load_state_dict(m.state_dict())
+    assert hf_longattn.get_config(again) == hf_longattn.get_config(m)
+    assert torch.equal(logits(again, **picture()), logits(m, **picture()))
+    assert again.config.vision_config._attn_implementation == m.config.vision_config._attn_implementation
+    m.set_attn_implementation(m.config._attn_implementation)
+    assert hf_longattn.get_config(again) == hf_longattn.get_config(m)
+    hf_longattn.remove(m)
+    assert type(m.config._attn_implementation) is str
+
+
+@pytest.mark.parametrize("how", ["from_pretrained", "from_config", "config", "set"])
 def test_a_dict_by_part_is_acted_on_or_refused(how: str, base: Path, tmp_path: Path) -> None:
     """transformers passes over the keys that are no part of a config; a method would be lost with them."""
     multimodal().save_pretrained(tmp_path)
