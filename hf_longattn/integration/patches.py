@@ -46,6 +46,7 @@ from .planning import prepare, refuse_name
 from .resume import train
 from .saved_method import by_number
 from .state import Section, own_configs, remember
+from .trained_length import GIVEN, recorded
 
 #: What a composite config calls its language model's, and callers therefore also that of a model of text alone.
 TEXT = "text_config"
@@ -211,10 +212,14 @@ def _get_correct_attn_implementation(
 
 
 def _put_method(config: PreTrainedConfig, name: NameOf) -> str:
-    """The name alone: its method goes into the config's section, unless a model runs that, or parameters were typed there."""
-    section = raw_section(config)
-    if is_longattn_name(name) and not isinstance(section, LongAttnConfig) and (not section or is_whole(section)):
-        config.longattn = name.method.to_dict()
+    """The name alone: its method goes into the config's section, unless a model runs that, parameters were typed there, or the
+    config's trained length is another, which the method's numbers do not fit."""
+    section, method = raw_section(config), name.method
+    typed = isinstance(section, LongAttnConfig) or (section and not is_whole(section))
+    if typed or not is_longattn_name(name):
+        return str(name)
+    if method.trained == GIVEN or method.train_length in (None, recorded(config, section).length):
+        config.longattn = method.to_dict()
     return str(name)
 
 

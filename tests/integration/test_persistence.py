@@ -139,6 +139,13 @@ def test_the_name_that_a_running_model_gives_brings_its_method(way: str, base: P
     assert {type(x.config._attn_implementation_internal) for x in (m, again)} == {str}
 
 
+def test_the_name_that_a_running_model_gives_brings_no_numbers_to_a_model_of_another_length(tmp_path: Path) -> None:
+    name = hf_longattn.apply(stock("llama"), "rerope", window=100).config._attn_implementation
+    stock("llama", max_position_embeddings=128).save_pretrained(tmp_path)
+    shorter = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
+    assert hf_longattn.get_config(shorter) == hf_longattn.get_config(hf_longattn.apply(shorter, "rerope"))
+
+
 def test_parameters_beside_a_name_that_brings_its_method_are_those_that_were_typed(base: Path) -> None:
     name = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(base), CONFIG).config._attn_implementation
     typed = AutoModelForCausalLM.from_pretrained(base, attn_implementation=name, longattn={"tau": 7.0})
