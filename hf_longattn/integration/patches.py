@@ -212,15 +212,17 @@ def _get_correct_attn_implementation(
 
 
 def _put_method(config: PreTrainedConfig, name: NameOf) -> str:
-    """The name alone: its method goes into the config's section, unless a model runs that, parameters were typed there, or the
-    config's trained length is another, which the method's numbers do not fit."""
-    section, method = raw_section(config), name.method
+    """The name alone: its method goes into the config's section, unless a model runs that, or parameters were typed there."""
+    section = raw_section(config)
     typed = isinstance(section, LongAttnConfig) or (section and not is_whole(section))
-    if typed or not is_longattn_name(name):
-        return str(name)
-    if method.trained == GIVEN or method.train_length in (None, recorded(config, section).length):
-        config.longattn = method.to_dict()
+    if not typed and is_longattn_name(name) and _fits(name.method, config):
+        config.longattn = name.method.to_dict()
     return str(name)
+
+
+def _fits(method: LongAttnConfig, config: PreTrainedConfig) -> bool:
+    """Tell whether the numbers of another model's method are of this one's trained length, or of none."""
+    return method.trained == GIVEN or method.train_length in (None, recorded(config, config.longattn).length)
 
 
 def _put_parameters(config: PreTrainedConfig, implementation: str) -> str:
@@ -337,6 +339,8 @@ def _replaces(model: PreTrainedModel, implementation: Any) -> bool:
     if not isinstance(config, LongAttnConfig) or not config.methods:  # somebody wrote there what is to run
         return False
     name = methods_in(implementation)
+    if isinstance(implementation, NameOf) and implementation.method.methods and _fits(implementation.method, target):
+        return implementation.method != config
     return name != CUSTOM and (
         name != short(implementation) or {method_class(x).name for x in name.split("+")} != {m.name for m in config.methods}
     )
@@ -346,7 +350,11 @@ def _set_attn_implementation(
     original: Callable[..., None], self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any
 ) -> None:
     if _replaces(self, attn_implementation):
-        apply(self, short(attn_implementation))
+        own, target = isinstance(attn_implementation, NameOf), View(self).target
+        apply(
+            self,
+            attn_implementation.method if own and _fits(attn_implementation.method, target) else short(attn_implementation),
+        )
         return
     with change(self) as view:
         before = [(c, get_implementation(c)) for c in view.configs]

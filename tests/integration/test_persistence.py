@@ -116,7 +116,10 @@ def test_load_a_base_with_the_method(section: Any, name: str, base: Path) -> Non
     json.dumps(m.config.longattn)
 
 
-@pytest.mark.parametrize("way", ["loaded", "copied", "from a config", "switched", "over a checkpoint's own", "in parts"])
+SWITCHED = ["switched", "switched from scale_invariant:tau=50", "switched from rerope"]
+
+
+@pytest.mark.parametrize("way", ["loaded", "copied", "from a config", *SWITCHED, "over a checkpoint's own", "in parts"])
 def test_the_name_that_a_running_model_gives_brings_its_method(way: str, base: Path, tmp_path: Path) -> None:
     """By it TRL's DPO and GRPO load the reference model from the policy's base."""
     parts = [CONFIG.replace(layers=[0, 1]), "logn:learned=true:train_length=4"]
@@ -125,9 +128,12 @@ def test_the_name_that_a_running_model_gives_brings_its_method(way: str, base: P
     if way == "from a config":
         again = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base), attn_implementation=name)
         again.load_state_dict(m.state_dict())
-    elif way == "switched":
+    elif way in SWITCHED:
         again = AutoModelForCausalLM.from_pretrained(base)
+        if way != "switched":
+            hf_longattn.apply(again, way.removeprefix("switched from "))
         again.set_attn_implementation(name)
+        again.set_attn_implementation(again.config._attn_implementation)
     else:
         if way == "over a checkpoint's own":
             hf_longattn.apply(stock("llama"), "scale_invariant", tau=50.0).save_pretrained(base := tmp_path / "other")
