@@ -9,7 +9,7 @@ from common import DEVICE, options, prepared, texts
 
 args = options(__doc__)
 model, tokenizer, adapter = prepared(args)
-# TRL's default packing strategy expects FlashAttention; "wrapped" does not
+# TRL's default packing strategy drops what is longer than max_length
 arguments = SFTConfig(
     args.output,
     max_length=args.length,

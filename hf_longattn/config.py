@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -413,6 +414,8 @@ def split_text(text: str) -> tuple[str, dict[str, Any], str]:
     name, *pairs = names_in(what), *(part.strip() for part in what.split(":")[1:])
     if "+" in name and "" in name.split("+"):
         raise ValueError(f"a name is missing beside '+' in {text!r}")
+    if "=" in name:
+        raise ValueError(f"{name!r} is no method's name: parameters follow it by colons, rerope:window=4096:stack=true")
     parameters: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -428,6 +431,9 @@ def split_text(text: str) -> tuple[str, dict[str, Any], str]:
                 raise ValueError(
                     f"parameters stand behind all names: {name}+{more}:{key}={first} in place of {text!r}"
                 ) from None
+            if re.search(r",\s*\w+=", value):
+                by_colons = re.sub(r",\s*(?=\w+=)", ":", text)
+                raise ValueError(f"parameters stand between colons: {by_colons} in place of {text!r}") from None
             parameters[key] = value
     return name, parameters, rope
 

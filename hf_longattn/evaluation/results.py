@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,10 @@ class Results(Readings):
         return [*verdict(self), *(section for _, section in sorted(told, key=lambda x: x[0]))]
 
     def tables(self) -> list[Table]:
-        """The tables that say most."""
-        return [t for s in self.sections() for t in s.tables if t.brief]
+        """The tables that say most; of those that are called alike, each with its section's title."""
+        found = [(s.title, t) for s in self.sections() for t in s.tables if t.brief]
+        alike = Counter(t.title for _, t in found)
+        return [dataclasses.replace(t, title=f"{of}: {t.title}") if alike[t.title] > 1 else t for of, t in found]
 
     def plot(self) -> Any:
         """The first of the page's curves as a matplotlib Figure: loss by length, where losses were measured at several.
@@ -76,7 +79,7 @@ class Results(Readings):
         return f"Rows of {names} are kept in the folder and not judged here: name them too, to compare with them."
 
     def __str__(self) -> str:
-        return "\n\n".join(t.markdown() for t in self.tables())
+        return "\n\n".join(f"{t.title}\n\n{t.markdown()}" for t in self.tables())
 
     def _repr_html_(self) -> str:
         return "\n".join(map(table_html, self.tables()))

@@ -191,7 +191,8 @@ def load_reports() -> Iterator[list[str]]:
         return not ours and record.levelno >= shown
 
     logger.addFilter(keep)
-    logger.setLevel(min(shown, logging.WARNING))
+    if shown > logging.WARNING:  # where it has a level of its own, transformers complains of layers that it did not shard
+        logger.setLevel(logging.WARNING)
     try:
         yield found
     finally:

@@ -105,6 +105,22 @@ def name_for(config_name: str) -> str:
     return name
 
 
+class NameOf(str):
+    """The name of a running method, with the method: who loads another model by it (a trainer its reference) gets the same."""
+
+    __slots__ = ("method",)
+
+    method: LongAttnConfig
+
+    def __new__(cls, name: str, method: LongAttnConfig) -> NameOf:
+        self = super().__new__(cls, name)
+        self.method = method
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NameOf, (str(self), self.method)
+
+
 class Before(NamedTuple):
     """The attention that a config ran before its method; kept on the config, where the mask function sees it too."""
 

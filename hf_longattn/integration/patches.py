@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import Cache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import CUSTOM, LongAttnConfig, is_whole, read_name
@@ -24,9 +26,11 @@ from .names import (
     PREFIX,
     SERVED,
     TRIPWIRE,
+    NameOf,
     hint,
     is_longattn_name,
     methods_in,
+    name_for,
     ours_in,
     raw_section,
     record_in,
@@ -42,6 +46,7 @@ from .planning import prepare, refuse_name
 from .resume import train
 from .saved_method import by_number
 from .state import Section, own_configs, remember
+from .trained_length import GIVEN, recorded
 
 #: What a composite config calls its language model's, and callers therefore also that of a model of text alone.
 TEXT = "text_config"
@@ -108,6 +113,9 @@ def _by_part(config: PreTrainedConfig, implementation: Any) -> Any:
 
     The text part of a model of text is the whole. ValueError: one of our names is asked for in a part that is not there.
     """
+    if isinstance(implementation, NameOf) and implementation in STOCK:  # of a whole whose language model runs the method
+        method = NameOf(name_for(implementation.method.name), implementation.method)
+        return {"": str(implementation)} | ({} if (key := _text_key(config)) is None else {key: method})
     if not isinstance(implementation, dict):
         return implementation
     if language_config(config) is config and TEXT not in config.sub_configs and TEXT in implementation:
@@ -120,16 +128,40 @@ def _by_part(config: PreTrainedConfig, implementation: Any) -> Any:
     return implementation
 
 
+def _text_key(config: PreTrainedConfig) -> str | None:
+    """The key of a config's part that is the language model; None: that is the whole, or is deeper inside."""
+    text = language_config(config)
+    return next((key for key in config.sub_configs if text is not config and getattr(config, key, None) is text), None)
+
+
 def _keeping_our_name(original: Any) -> property:
-    """The config's property, under which None, "the default", does not take a method away, and no name of ours is lost."""
+    """The config's property, under which None, "the default", does not take a method away, and no name of ours is lost. Of a
+    model that runs a method it gives the name with the method."""
+    read = original.fget
+
+    @functools.wraps(read)
+    def getter(self: PreTrainedConfig) -> str | None:
+        name: str | None = read(self)
+        if torch.compiler.is_compiling():
+            return name
+        record = object.__getattribute__(self, "__dict__").get("_longattn")  # every layer asks; vars() is slow here
+        if record is None or name is None or not isinstance(record.section, LongAttnConfig):
+            return name
+        if name in STOCK and (
+            (key := _text_key(self)) is None or not is_longattn_name(get_implementation(getattr(self, key)))
+        ):
+            return name
+        return NameOf(name, record.section)
 
     def setter(self: PreTrainedConfig, value: str | dict[str, Any] | None) -> None:
         ours = get_implementation(self)
         original.fset(self, _by_part(self, value))
         if value is None and is_longattn_name(ours):
             set_implementation(self, ours)
+        if isinstance(name := get_implementation(self), NameOf) and isinstance(raw_section(self), LongAttnConfig):
+            set_implementation(self, str(name))
 
-    return property(original.fget, setter, original.fdel, original.__doc__)
+    return property(getter, setter, original.fdel, original.__doc__)
 
 
 def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config: Any = None, **kwargs: Any) -> Any:
@@ -167,6 +199,8 @@ def _get_correct_attn_implementation(
     original: Callable[..., str], self: Any, requested: Any, *args: Any, **kwargs: Any
 ) -> str:
     register_combination(requested)
+    if isinstance(requested, NameOf):
+        requested = _put_method(language_config(self.config), requested)
     if isinstance(requested, str) and is_longattn_name(requested) and methods_in(requested) != short(requested):
         requested = _put_parameters(language_config(self.config), short(requested))
     try:
@@ -175,6 +209,20 @@ def _get_correct_attn_implementation(
         if meant := hint(requested):
             raise ValueError(f"there is no attention implementation {requested!r}; {meant}") from error
         raise
+
+
+def _put_method(config: PreTrainedConfig, name: NameOf) -> str:
+    """The name alone: its method goes into the config's section, unless a model runs that, or parameters were typed there."""
+    section = raw_section(config)
+    typed = isinstance(section, LongAttnConfig) or (section and not is_whole(section))
+    if not typed and is_longattn_name(name) and _fits(name.method, config):
+        config.longattn = name.method.to_dict()
+    return str(name)
+
+
+def _fits(method: LongAttnConfig, config: PreTrainedConfig) -> bool:
+    """Tell whether the numbers of another model's method are of this one's trained length, or of none."""
+    return method.trained == GIVEN or method.train_length in (None, recorded(config, config.longattn).length)
 
 
 def _put_parameters(config: PreTrainedConfig, implementation: str) -> str:
@@ -291,6 +339,8 @@ def _replaces(model: PreTrainedModel, implementation: Any) -> bool:
     if not isinstance(config, LongAttnConfig) or not config.methods:  # somebody wrote there what is to run
         return False
     name = methods_in(implementation)
+    if isinstance(implementation, NameOf) and implementation.method.methods and _fits(implementation.method, target):
+        return implementation.method != config
     return name != CUSTOM and (
         name != short(implementation) or {method_class(x).name for x in name.split("+")} != {m.name for m in config.methods}
     )
@@ -300,7 +350,11 @@ def _set_attn_implementation(
     original: Callable[..., None], self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any
 ) -> None:
     if _replaces(self, attn_implementation):
-        apply(self, short(attn_implementation))
+        own, target = isinstance(attn_implementation, NameOf), View(self).target
+        apply(
+            self,
+            attn_implementation.method if own and _fits(attn_implementation.method, target) else short(attn_implementation),
+        )
         return
     with change(self) as view:
         before = [(c, get_implementation(c)) for c in view.configs]
@@ -354,7 +408,8 @@ PATCHES = (
         PreTrainedConfig,
         "_attn_implementation",
         _keeping_our_name,
-        "None would remove the method of a config that exists already, and a part that is not there be passed over",
+        "None would remove the method of a config that exists already, and a part that is not there be passed over; by the "
+        "name alone TRL would load a reference model without its parameters",
         factory=True,
     ),
     Patch(PreTrainedModel, "from_pretrained", _from_pretrained, "with config=, longattn= would reach the model's constructor"),

@@ -26,6 +26,9 @@ from ..integration.saved_method import ADAPTER, method_in, saved_in, type_of
 from ..integration.trained_length import recorded
 from ..slots.registry import modules_of
 
+#: Behind the name of a metric, of the model before its training.
+BEFORE = " before training"
+
 
 def contents(directory: Path) -> tuple[dict[str, Any], LongAttnConfig]:
     """The saved config of a folder with a model or an adapter (which has a peft_type), and the method that it asks for.
@@ -166,7 +169,7 @@ def model_card(
     for metric, by_length in facts.numbers.items():
         columns[metric] = by_length
         if metric in facts.base_numbers:
-            columns[f"{metric} before training"] = facts.base_numbers[metric]
+            columns[metric + BEFORE] = facts.base_numbers[metric]
     known: dict[str, Any] = {
         "name": name,
         "title": title,

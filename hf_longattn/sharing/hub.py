@@ -26,7 +26,7 @@ from ..integration.offload import refuse_to_save
 from ..integration.saved_method import ADAPTER, saved_in
 from ..slots.registry import did_you_mean
 from ..user_warnings import warn
-from .card import Facts, contents, hub_id, is_repo_name, link, model_card, source
+from .card import BEFORE, Facts, contents, hub_id, is_repo_name, link, model_card, source
 
 STUB = "modeling_longattn.py"
 #: What is uploaded: weights as safetensors and text. Optimizer states and other pickles stay where they are.
@@ -41,6 +41,10 @@ TEMPLATE, TAG = "[More Information Needed]", "hf_longattn"
 LOADING = re.compile(r'(^model = \w+\.from_pretrained\()"[^"]*"(?=[,)])', re.MULTILINE)
 #: Where it names the base, if it does.
 OF_BASE = re.compile(r"^(A model|An adapter \([^)]*\))( of (\[[^]]*\]|`[^`]*` )\([^)]*\))?(?= whose attention)", re.MULTILINE)
+#: What it says of how it was measured: the reach, then a text and its table.
+EVALUATION = re.compile(r"^## Evaluation\n\n(.*?)(?:^On (.*), by length:\n\n(.*?))?\n+## Loading", re.MULTILINE | re.DOTALL)
+#: A picture beside a card, which stays in its folder.
+PICTURE = re.compile(r"^!\[.*\]\(.*\)$", re.MULTILINE)
 #: What it says of the training: the texts, then the facts.
 SECTION = re.compile(r"^## Training\n\n(Trained on texts of .*\n)?((?:\n*- .*)*)", re.MULTILINE)
 _STALE = ("*.safetensors", "*.safetensors.index.json", "config.json", ADAPTER, STUB)
@@ -156,7 +160,7 @@ def write_card(
 
 def merge(adapter: str | Path, directory: str | Path, **options: Any) -> Path:
     """Save the model that an adapter makes, merged and under the attention that it records: PEFT is not needed then. Its card
-    says of the training what the adapter's does.
+    says of the training what the adapter's does, and of how it was measured, unless metrics, evaluated_on or reach are given.
 
     Args:
         adapter: a folder; its base is found by the name that it gives.
@@ -182,18 +186,40 @@ def merge(adapter: str | Path, directory: str | Path, **options: Any) -> Path:
     model = load_setting(Setting("adapter", adapter=str(folder)), checkpoint, checkpoint.dtype)
     there = any(folder.glob("tokenizer*"))
     made: dict[str, Any] = {"tokenizer": load_tokenizer(str(folder) if there else base), "base_model": hub_id(base)}
-    save(model, directory, **made | _training(folder / "README.md") | options)
+    save(model, directory, **made | _said(folder / "README.md", options) | options)
     carry(base, Path(directory), type(model))
     return Path(directory)
 
 
-def _training(readme: Path) -> dict[str, Any]:
-    """The facts of a training that a card of ours states."""
+def _said(readme: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Read in a card of ours the facts of an adapter's training, and of its measurement if nothing is given of that."""
     text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
-    if not _ours(text) or not (section := SECTION.search(text)):
-        return {}
-    lengths = [int(n.replace(",", "")) for n in re.findall(r"\d{1,3}(?:,\d{3})*(?=, | tokens\.)", section[1] or "")]
-    return {"training_lengths": lengths, "training": dict(re.findall(r"^- ([^:\n]+): (.*)$", section[2], re.MULTILINE))}
+    facts: dict[str, Any] = {}
+    if not _ours(text):
+        return facts
+    if section := SECTION.search(text):
+        facts["training_lengths"] = [
+            int(n.replace(",", "")) for n in re.findall(r"\d{1,3}(?:,\d{3})*(?=, | tokens\.)", section[1] or "")
+        ]
+        facts["training"] = dict(re.findall(r"^- ([^:\n]+): (.*)$", section[2], re.MULTILINE))
+    if not given.keys() & {"metrics", "base_metrics", "evaluated_on", "reach"} and (section := EVALUATION.search(text)):
+        facts["reach"] = PICTURE.sub("", section[1]).strip()
+        if section[2]:
+            facts["evaluated_on"] = f"{section[2]}, with the adapter before it was merged"
+            facts["metrics"], facts["base_metrics"] = _columns(section[3])
+    return facts
+
+
+def _columns(table: str) -> tuple[dict[str, dict[str, str]], dict[str, dict[str, str]]]:
+    """The numbers by metric and length in the table of a card of ours: the model's, and its base's."""
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
+    own: dict[str, dict[str, str]] = {}
+    base: dict[str, dict[str, str]] = {}
+    for place, column in enumerate(head[1:], 1):
+        metric = column.removesuffix(BEFORE)
+        numbers = {row[0].replace(",", ""): row[place] for row in rows if row[place]}
+        (own if metric == column else base)[metric] = numbers
+    return own, base
 
 
 def push(

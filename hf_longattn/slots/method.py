@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 #: The slots of a config, in the order in which they act.
 SLOTS = ("positions", "score", "temperature", "logit_map", "visibility", "sink", "output_norm")
+#: The largest integer of a tensor.
+LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +88,10 @@ class Method:
             value, kinds = getattr(self, f.name), _kinds_of(type(self))[f.name]
             if value is None and f.default is not None and type(None) not in kinds:
                 raise ValueError(f"{self.name}: {f.name} must not be None; leave it out for its default, {f.default!r}")
+            if any(type(x) is int and not -LARGEST <= x <= LARGEST for x in numbers(value)):
+                raise ValueError(
+                    f"{self.name}: {f.name} holds an integer that no tensor can, above {LARGEST} in size: write a smaller one"
+                )
             if kinds and not (type(value) in kinds or (type(value) is int and float in kinds)):
                 message = " or ".join(_KINDS[kind] for kind in kinds)
                 raise ValueError(f"{self.name}: {f.name} must be {message}, got {value!r}")
@@ -233,8 +239,9 @@ def length_of(value: int | str) -> int:
     text = str(freeze(value)).strip().lower()
     unit = {"k": 1024, "m": 1024 * 1024}.get(text[-1:], 1)
     number = text if unit == 1 else text[:-1]
-    if isinstance(value, bool) or not (number.isascii() and number.isdecimal()) or int(number) < 1:
-        raise ValueError(f"{value!r} is not a length; write 32768, 32k or 1M")
+    digits = number.isascii() and number.isdecimal() and len(number) <= len(str(LARGEST))
+    if isinstance(value, bool) or not digits or not 1 <= int(number) * unit <= LARGEST:
+        raise ValueError(f"{repr(value)[:40]} is not a length; write 32768, 32k or 1M")
     return int(number) * unit
 
 

@@ -109,6 +109,7 @@ REFUSED = {
     EVAL + " --tasks nedle": "did you mean 'needle'?",
     EVAL + " --method logn:train_length=many": "train_length must be an integer or None, got 'many'",
     EVAL + " --lengths 0": "is not a length",
+    EVAL + " --method logn:train_length=8,clamp=false": "parameters follow it by colons",
     EVAL + " --method infscale": "did you mean 'infoscale'?",
     EVAL + " --adapter mine": "the adapter 'mine' is not a directory",
     EVAL + " --adapter F/wide --adapter wide=F/nomodel": "are called 'wide': give the adapter another name, as NAME=",

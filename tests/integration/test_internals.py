@@ -133,12 +133,17 @@ def test_the_report_of_a_load_is_read_off_its_log(tmp_path: Path, level: int) ->
     saved.save_pretrained(tmp_path, state_dict=weights)
     logger = logging.getLogger(modeling_utils.__name__)
     filters, verbosity = len(logger.filters), transformers.logging.get_verbosity()
+    handler = logging.Handler()
+    handler.emit = (heard := []).append  # type: ignore[method-assign]
+    logging.getLogger("transformers").addHandler(handler)
     transformers.logging.set_verbosity(level)
     try:
         with internals.load_reports() as reports:
             LlamaForCausalLM.from_pretrained(tmp_path)
     finally:
         transformers.logging.set_verbosity(verbosity)
+        logging.getLogger("transformers").removeHandler(handler)
+    assert not heard  # as without the package, nothing of layers that were not sharded
     assert len(reports) == 1
     assert "model.norm.weight" in reports[0]
     assert (len(logger.filters), logger.level) == (filters, logging.NOTSET)

@@ -182,7 +182,7 @@ def test_extend_announces_the_length_and_keeps_the_trained_one(saved: Path, tmp_
     hf_longattn.remove(again)
     assert again.config.max_position_embeddings == 64
     assert torch.equal(logits(again), logits(load(saved)))
-    for wrong in ("32x", -5, True, "", 1.5):
+    for wrong in ("32x", -5, True, "", 1.5, 10**400, "9" * 5000):
         with pytest.raises(ValueError, match="is not a length"):
             hf_longattn.extend(model, to=wrong)
 

@@ -116,6 +116,48 @@ def test_load_a_base_with_the_method(section: Any, name: str, base: Path) -> Non
     json.dumps(m.config.longattn)
 
 
+SWITCHED = ["switched", "switched from scale_invariant:tau=50", "switched from rerope"]
+
+
+@pytest.mark.parametrize("way", ["loaded", "copied", "from a config", *SWITCHED, "over a checkpoint's own", "in parts"])
+def test_the_name_that_a_running_model_gives_brings_its_method(way: str, base: Path, tmp_path: Path) -> None:
+    """By it TRL's DPO and GRPO load the reference model from the policy's base."""
+    parts = [CONFIG.replace(layers=[0, 1]), "logn:learned=true:train_length=4"]
+    m = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(base), parts if way == "in parts" else CONFIG)
+    name = m.config._attn_implementation
+    if way == "from a config":
+        again = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base), attn_implementation=name)
+        again.load_state_dict(m.state_dict())
+    elif way in SWITCHED:
+        again = AutoModelForCausalLM.from_pretrained(base)
+        if way != "switched":
+            hf_longattn.apply(again, way.removeprefix("switched from "))
+        again.set_attn_implementation(name)
+        again.set_attn_implementation(again.config._attn_implementation)
+    else:
+        if way == "over a checkpoint's own":
+            hf_longattn.apply(stock("llama"), "scale_invariant", tau=50.0).save_pretrained(base := tmp_path / "other")
+        again = AutoModelForCausalLM.from_pretrained(
+            base, attn_implementation=copy.deepcopy(name) if way == "copied" else name
+        )
+    assert hf_longattn.get_config(again) == hf_longattn.get_config(m)
+    assert torch.equal(logits(again), logits(m))
+    assert {type(x.config._attn_implementation_internal) for x in (m, again)} == {str}
+
+
+def test_the_name_that_a_running_model_gives_brings_no_numbers_to_a_model_of_another_length(tmp_path: Path) -> None:
+    name = hf_longattn.apply(stock("llama"), "rerope", window=100).config._attn_implementation
+    stock("llama", max_position_embeddings=128).save_pretrained(tmp_path)
+    shorter = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
+    assert hf_longattn.get_config(shorter) == hf_longattn.get_config(hf_longattn.apply(shorter, "rerope"))
+
+
+def test_parameters_beside_a_name_that_brings_its_method_are_those_that_were_typed(base: Path) -> None:
+    name = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(base), CONFIG).config._attn_implementation
+    typed = AutoModelForCausalLM.from_pretrained(base, attn_implementation=name, longattn={"tau": 7.0})
+    assert hf_longattn.get_config(typed).methods == LongAttnConfig.preset("scale_invariant", tau=7.0).methods
+
+
 @pytest.mark.parametrize("way", ["loaded", "from a config", "switched"])
 def test_a_name_may_have_its_parameters_behind_it(way: str, base: Path, tmp_path: Path) -> None:
     text = ":".join(["scale_invariant", *(f"{key}={value}" for key, value in SECTION.items())])
@@ -154,6 +196,9 @@ def test_a_name_may_have_its_parameters_behind_it(way: str, base: Path, tmp_path
         ("scale_invarant:tau=3", "did you mean 'scale_invariant'"),
         ("scale_invariant:tau", "is not key=value"),
         ("scale_invariant:tau=3:tau=4", "tau is given twice"),
+        ("scale_invariant:tau=3, sink_tokens=2", "between colons: scale_invariant:tau=3:sink_tokens=2 in place of"),
+        (f"scale_invariant:tau={10**400}", "tau holds an integer that no tensor can"),
+        (f"scale_invariant:logit_mean=[[1, -{10**400}]]", "logit_mean holds an integer that no tensor can"),
     ],
 )
 def test_a_name_with_parameters_that_are_wrong(text: str, message: str, base: Path) -> None:
@@ -422,6 +467,24 @@ def build(how: str, folder: Path, implementation: Any, auto: Any = AutoModelForC
     if how == "set":
         m.set_attn_implementation(implementation)
     return m
+
+
+@pytest.mark.parametrize("how", ["from_pretrained", "from_config", "config", "set"])
+@pytest.mark.parametrize("of_all", [False, True])
+def test_the_name_that_a_running_whole_gives_brings_the_method_of_its_part(how: str, of_all: bool, tmp_path: Path) -> None:
+    multimodal().save_pretrained(tmp_path)
+    m = hf_longattn.apply(multimodal(), CONFIG)
+    if of_all:
+        m = AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation="scale_invariant", longattn=SECTION)
+    again = build(how, tmp_path, m.config._attn_implementation, AutoModelForImageTextToText)
+    again.load_state_dict(m.state_dict())
+    assert hf_longattn.get_config(again) == hf_longattn.get_config(m)
+    assert torch.equal(logits(again, **picture()), logits(m, **picture()))
+    assert again.config.vision_config._attn_implementation == m.config.vision_config._attn_implementation
+    m.set_attn_implementation(m.config._attn_implementation)
+    assert hf_longattn.get_config(again) == hf_longattn.get_config(m)
+    hf_longattn.remove(m)
+    assert type(m.config._attn_implementation) is str
 
 
 @pytest.mark.parametrize("how", ["from_pretrained", "from_config", "config", "set"])

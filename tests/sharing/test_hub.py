@@ -177,6 +177,7 @@ def test_an_adapter_is_merged_and_saved(base: Path, tmp_path: Path, case: str) -
     hf_longattn.merge(tmp_path / "adapter", tmp_path / "told")
     for card in (cards[0], (tmp_path / "told" / "README.md").read_text()):
         assert "Trained on texts of 512, 1,024 tokens.\n\n- data: six novels: old ones\n- steps: 1,200\n\n## Loading" in card
+        assert "## Evaluation" not in card
     with pytest.raises(FileExistsError, match="is not empty"):
         hf_longattn.merge(tmp_path / "adapter", tmp_path / "whole")
     with pytest.raises(ValueError, match="holds the adapter, which the merged model would replace"):
@@ -185,6 +186,31 @@ def test_an_adapter_is_merged_and_saved(base: Path, tmp_path: Path, case: str) -
         hf_longattn.merge(tmp_path / "whole", tmp_path / "again")
     with pytest.raises(ValueError, match=r"neither config\.json nor"):
         hf_longattn.merge(tmp_path, tmp_path / "again")
+
+
+@pytest.mark.parametrize("measured", ["reach", "metrics", "both"])
+def test_the_card_of_a_merged_model_says_how_the_adapter_was_measured(measured: str, base: Path, tmp_path: Path) -> None:
+    config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    m = peft.get_peft_model(hf_longattn.apply(AutoModelForCausalLM.from_pretrained(base), CONFIG), config)
+    table = {"metrics": METRICS, "base_metrics": {"loss": {512: 2.875, 8192: 3.5}}, "evaluated_on": "six novels, old ones"}
+    said = "Reads copies from 12,000 tokens back at 0.90, in nats per token."
+    told: dict[str, Any] = ({} if measured == "metrics" else {"reach": f"{said}\n\n![Losses](reach.png)"}) | (
+        {} if measured == "reach" else table
+    )
+    hf_longattn.save(m, tmp_path / "adapter", tokenizer=letters(), **told)
+    hf_longattn.merge(tmp_path / "adapter", tmp_path / "whole")
+    before, after = (ModelCard.load(tmp_path / kind / "README.md") for kind in ("adapter", "whole"))
+    of_table = [line for line in before.text.splitlines() if line.startswith("|")]
+    assert of_table == [line for line in after.text.splitlines() if line.startswith("|")]
+    assert (said in after.text, bool(of_table)) == (measured != "metrics", measured != "reach")
+    assert ("On six novels, old ones, with the adapter before it was merged, by length:" in after.text) == bool(of_table)
+    assert "reach.png" not in after.text
+    assert "\n\n\n" not in after.text
+    results = [[(x.metric_name, x.metric_value) for x in card.data.eval_results or ()] for card in (before, after)]
+    assert results[0] == results[1]
+    hf_longattn.merge(tmp_path / "adapter", tmp_path / "anew", metrics={"loss": {512: 1.0}}, evaluated_on="a play")
+    assert "| tokens | loss |\n|---|---|\n| 512 | 1 |\n" in (text := ModelCard.load(tmp_path / "anew" / "README.md").text)
+    assert said not in text
 
 
 CHECKOUT = f"pip install .  # in a checkout of hf_longattn {hf_longattn.__version__}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import runpy
 import sys
@@ -69,6 +70,22 @@ def test_the_block_of_trl(names: dict[str, Any], base: Path) -> None:
     start = logits(names["model"])
     exec(short(TRL), names)
     check(base, names["trainer"].model, start, "adapter-trl", 20.0)
+
+
+@pytest.mark.slow
+def test_a_reference_model_of_trl_runs_the_method_of_the_policy(names: dict[str, Any]) -> None:
+    """Before the first step the two agree, and DPO's loss is ln 2."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    exec(SETUP, names)
+    hf_longattn.update(names["model"], tau=0.5)
+    quiet = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True}
+    arguments = trl.DPOConfig("dpo", max_steps=1, logging_steps=1, **quiet)
+    first, second = names["texts"][:6], names["texts"][6:]
+    data = datasets.Dataset.from_dict({"prompt": ["3 4 5 "] * 6, "chosen": first, "rejected": second})
+    trainer = trl.DPOTrainer(names["model"], args=arguments, train_dataset=data, processing_class=names["tokenizer"])
+    assert hf_longattn.get_config(trainer.ref_model) == hf_longattn.get_config(names["model"])
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
 
 
 @pytest.mark.slow
