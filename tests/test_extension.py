@@ -138,6 +138,7 @@ def test_extend_keeps_short_texts_and_changes_long_ones() -> None:
     assert (after - before)[:, 24:].abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_extend_to_the_trained_length_shows_the_farthest_tokens_nearer() -> None:
     model, ids = stock("llama", max_position_embeddings=30), tokens(1, 30)
     before = model(ids).logits
@@ -154,6 +155,7 @@ def test_extend_to_the_trained_length_shows_the_farthest_tokens_nearer() -> None
     close(model(ids).logits[:, :10], before[:, :10])
 
 
+@pytest.mark.slow
 def test_extend_puts_a_temperature_beside_where_one_pays() -> None:
     def chosen(family: str, to: int, **how: Any) -> str:
         return hf_longattn.get_config(hf_longattn.extend(stock(family, max_position_embeddings=24), to=to, **how)).name
@@ -289,6 +291,7 @@ def saved(tmp_path_factory: Any) -> tuple[Path, Path]:
     return path, tiny.text(path / "text.txt", 5000)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("every_candidate_improves")
 def test_command_tries_saves_and_reloads(saved: tuple[Path, Path], tmp_path: Path) -> None:
     model, text = saved
@@ -548,6 +551,7 @@ def test_a_temperature_is_not_probed_and_reads_beside_the_better_window(monkeypa
     assert [n for n, *_ in read] == ["unmodified", "YaRN", "rerope:window=1024"]
 
 
+@pytest.mark.slow
 def test_the_command_says_so_where_nothing_improves(saved: tuple[Path, Path], tmp_path: Path) -> None:
     """Random weights: within the trained length too, where other candidates are tried."""
     model, text = saved
@@ -668,6 +672,7 @@ def test_every_length_comes_back_with_the_attention(name: str, how: str, tmp_pat
     assert {k: again[k] for k in own} == (dict.fromkeys(own, 256) if how == "disable" else own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAYS)
 def test_every_name_for_a_length_moves_and_none_that_a_rotation_depends_on(name: str, tmp_path: Path) -> None:
     m, own, ids = longer(name, tmp_path / "base"), SAYS[name][1], tokens(1, 100)
@@ -777,6 +782,7 @@ def test_a_multimodal_model_says_it_in_its_text_config(tmp_path: Path) -> None:
     assert (again.config.max_position_embeddings, again.config.text_config.max_position_embeddings) == (own, own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["model first", "tokenizer first", "hf_longattn.save"])
 def test_a_tokenizer_says_what_its_model_reads(order: str, tmp_path: Path) -> None:
     m, folder, tokenizer = longer("plain", tmp_path / "base"), tmp_path / "longer", tiny.tokenizer()
@@ -799,6 +805,7 @@ def test_a_tokenizer_says_what_its_model_reads(order: str, tmp_path: Path) -> No
     assert AutoTokenizer.from_pretrained(folder).model_max_length == unlimited.model_max_length
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["merged", "unloaded", "loaded", "peft", "a base with the method"])
 def test_adapters_bring_the_length_that_they_were_made_for(way: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")

@@ -145,6 +145,7 @@ def test_help_costs_no_torch_and_less_than_a_second(arguments):
     assert not modules_after(code) & {"torch", "transformers", "numpy"}
 
 
+@pytest.mark.slow
 def test_doctor_looks_at_an_environment_without_importing_transformers():
     """1.5 seconds of a CPU, where all of transformers takes four more."""
     code = (
@@ -204,6 +205,7 @@ def test_inspect_names_everything_that_it_measures():
     assert f": {', '.join(WHAT)};" in what.help
 
 
+@pytest.mark.slow
 def test_private_names_of_other_packages_stand_behind_the_doors() -> None:
     assert private_names.outside() == []
     assert private_names.foreign()  # the script finds those that are there

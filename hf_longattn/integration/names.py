@@ -106,7 +106,7 @@ def name_for(config_name: str) -> str:
 
 
 class NameOf(str):
-    """The name of a running method, with the method: who loads another model by it (a trainer its reference) gets the same."""
+    """The name of an attention with the method that a model runs under it, which TRL loads a trainer's reference model by."""
 
     __slots__ = ("method",)
 

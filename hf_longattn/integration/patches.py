@@ -135,23 +135,20 @@ def _text_key(config: PreTrainedConfig) -> str | None:
 
 
 def _keeping_our_name(original: Any) -> property:
-    """The config's property, under which None, "the default", does not take a method away, and no name of ours is lost. Of a
-    model that runs a method it gives the name with the method."""
+    """The config's property: None, "the default", does not take a method away, no name of ours is lost, and of a model that
+    runs a method it gives a `NameOf`.
+    """
     read = original.fget
 
     @functools.wraps(read)
     def getter(self: PreTrainedConfig) -> str | None:
         name: str | None = read(self)
-        if torch.compiler.is_compiling():
-            return name
-        record = object.__getattribute__(self, "__dict__").get("_longattn")  # every layer asks; vars() is slow here
+        own = object.__getattribute__(self, "__dict__")  # every layer asks; vars() is slow here
+        record = None if torch.compiler.is_compiling() else own.get("_longattn")
         if record is None or name is None or not isinstance(record.section, LongAttnConfig):
             return name
-        if name in STOCK and (
-            (key := _text_key(self)) is None or not is_longattn_name(get_implementation(getattr(self, key)))
-        ):
-            return name
-        return NameOf(name, record.section)
+        runs = get_implementation(language_config(self)) if name in STOCK else name
+        return NameOf(name, record.section) if is_longattn_name(runs) else name
 
     def setter(self: PreTrainedConfig, value: str | dict[str, Any] | None) -> None:
         ours = get_implementation(self)
@@ -328,33 +325,32 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
         )
 
 
-def _replaces(model: PreTrainedModel, implementation: Any) -> bool:
-    """Tell whether a name asks for another method, or other parameters, than a model runs, or ran until its attention was
-    switched."""
+def _replacement(model: PreTrainedModel, implementation: Any) -> LongAttnConfig | str | None:
+    """The method that a name asks for in place of the one that a model runs, or ran until its attention was switched; None:
+    the name asks for no other one.
+    """
     if not isinstance(implementation, str) or not is_longattn_name(implementation):
-        return False
+        return None
     if (target := View(model).target) is None:
-        return False
+        return None
     config = raw_section(target)
     if not isinstance(config, LongAttnConfig) or not config.methods:  # somebody wrote there what is to run
-        return False
-    name = methods_in(implementation)
+        return None
     if isinstance(implementation, NameOf) and implementation.method.methods and _fits(implementation.method, target):
-        return implementation.method != config
-    return name != CUSTOM and (
-        name != short(implementation) or {method_class(x).name for x in name.split("+")} != {m.name for m in config.methods}
-    )
+        return None if implementation.method == config else implementation.method
+    name = methods_in(implementation)
+    if name == CUSTOM or (
+        name == short(implementation) and {method_class(x).name for x in name.split("+")} == {m.name for m in config.methods}
+    ):
+        return None
+    return short(implementation)
 
 
 def _set_attn_implementation(
     original: Callable[..., None], self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any
 ) -> None:
-    if _replaces(self, attn_implementation):
-        own, target = isinstance(attn_implementation, NameOf), View(self).target
-        apply(
-            self,
-            attn_implementation.method if own and _fits(attn_implementation.method, target) else short(attn_implementation),
-        )
+    if (method := _replacement(self, attn_implementation)) is not None:
+        apply(self, method)
         return
     with change(self) as view:
         before = [(c, get_implementation(c)) for c in view.configs]

@@ -186,6 +186,7 @@ def small(files: Path, out: Path, **more: Any) -> list[str]:
     return ["continue_lora", *(f"{k}={v}" for k, v in (given | more).items())]
 
 
+@pytest.mark.slow
 def test_training_under_a_method_warns_of_nothing(files: Path, tmp_path: Path) -> None:
     """`UntrainedWarning` is for those who run what was not trained."""
     with warnings.catch_warnings():
@@ -229,6 +230,7 @@ def test_an_interrupted_run_is_resumed_as_if_it_had_not_been(
     assert first["measured"] == second["measured"]
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_before_its_first_checkpoint_is_not_in_the_way(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +286,7 @@ VALUES = st.recursive(SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionari
 CHECKED = settings(max_examples=150, derandomize=True, deadline=None, database=None)
 
 
+@pytest.mark.slow
 @CHECKED
 @given(
     st.text("abcdefilnoqrsty_=:@.,+-0123456789[]{}\"' ", max_size=30)
@@ -297,6 +300,7 @@ def test_any_text_is_a_setting_or_refused(text: str) -> None:
     assert setting.name
 
 
+@pytest.mark.slow
 @CHECKED
 @given(
     st.fixed_dictionaries(
@@ -468,6 +472,7 @@ def test_encoders_are_refused(kind: str, line: str, kinds: Any, files: Path) -> 
     assert (code, "readstextwithanencoder" in said) == (2, True), said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", crossed([*parts.HEADLESS, *parts.PICTURES, *parts.ENCODERS], ["reward", "llava", "bart"]))
 def test_what_takes_no_head_knows_every_class(kind: str, kinds: Any, files: Path) -> None:
     model = kinds(kind)
@@ -528,6 +533,7 @@ def spoilt(kind: str, folder: Path) -> tuple[Path, str]:
 WRONG = ["a value head", "another class", "more layers", "fewer layers", "wider", "a class of its own"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", crossed(WRONG, 3))
 def test_weights_that_do_not_fit_are_an_error_that_names_them(
     kind: str, files: Path, tmp_path: Path, capsys: Any, caplog: Any
@@ -610,6 +616,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_registry: None) -> 
     return tmp_path
 
 
+@pytest.mark.slow
 def test_commands_take_methods_of_a_module(own: Path) -> None:
     result = CliRunner().invoke(app, ["methods", "--import", "own_methods"])
     assert result.exit_code == 0, result.output

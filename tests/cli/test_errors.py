@@ -188,6 +188,7 @@ def test_save_into_a_file_is_refused(tmp_path: Path) -> None:
         hf_longattn.save(hf_longattn.apply(stock("llama"), "logn"), tmp_path / "emma.txt")
 
 
+@pytest.mark.slow
 def test_two_evaluations_of_one_folder_do_not_measure_twice(files: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

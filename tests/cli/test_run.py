@@ -180,6 +180,7 @@ def test_transformers_serve_answers_as_generate_does(
     record_property("transformers serve", "logn")
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_page_answers_many_prompts_as_generate_does(checkpoint: Path) -> None:
     if not PAGES:

@@ -123,6 +123,7 @@ def test_plain_rows_take_few_parts(parts: int) -> None:
     assert sorted(p.shape for p in own) == sorted(kinds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["causal", "window", "packed"])
 def test_gradcheck(name: str) -> None:
     """By finite differences, for every differentiable input and output at once."""
@@ -287,6 +288,7 @@ def test_gradient_checkpointing() -> None:
         close(got, want, 1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rerope", "attention_sink", "rerope+adaptive_temperature"])
 def test_compiled_fullgraph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
@@ -299,6 +301,7 @@ def test_compiled_fullgraph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         close(got, want, 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("geometry", ["packed", "nothing visible", "mask (b, 1, q, k)"])
 def test_the_operator(geometry: str) -> None:
     """PyTorch's own checks; a mask that a graph could not read is computed by the tile loop."""
@@ -387,6 +390,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     library._destroy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", crossed(["rerope", "narrow", "attention_sink", "rerope+adaptive_temperature"], ["rerope", "narrow"])
 )

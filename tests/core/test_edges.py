@@ -53,6 +53,7 @@ def test_short_texts(case: str, n: int) -> None:
         close(out[:, :, 0], inputs(q=n, k=n, d=6)[2][:, :, 0].repeat_interleave(2, 1), 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CONFIGS)
 def test_one_visible_key(case: str) -> None:
     """No entropy, no temperature: the value itself, and nothing for the logits to learn."""
@@ -259,6 +260,7 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=270, derandomize=True, deadline=None, database=None)
 @given(calls())
 def test_random_calls_of_random_methods(call: dict[str, Any]) -> None:

@@ -80,7 +80,7 @@ def padded(draw: Any) -> Padded:
     return Padded(real, draw(st.sampled_from(["counted", "index", "default"])), chunks, cache)
 
 
-@pytest.mark.parametrize("case", METHODS)
+@pytest.mark.parametrize("case", crossed(METHODS, 3))
 @quick
 @given(layout=padded())
 @torch.no_grad()
@@ -110,7 +110,7 @@ def test_padding_anywhere(case: str, layout: Padded) -> None:
     compare(m, run, texts, benign=True)
 
 
-@pytest.mark.parametrize("case", METHODS)
+@pytest.mark.parametrize("case", crossed(METHODS, 3))
 @quick
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
@@ -146,6 +146,7 @@ def test_packing_and_skipping(case: str, lengths: list[int], form: str, skip: tu
         compare(m, lambda: m(torch.cat(ids)[None], **inputs).logits, texts, benign)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", crossed(METHODS, ["scale_invariant", "rerope", "infoscale"]))
 @quick
 @given(parents=st.lists(st.integers(0, 99), min_size=1, max_size=9), prefix=st.integers(1, 6), split=st.booleans())

@@ -64,6 +64,7 @@ def check(query: Tensor, key: Tensor, value: Tensor, rows: AttentionLayout, tole
         close(a.double(), b, 5 * tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("geometry", "options"),
     crossed(spread(GEOMETRIES, OPTIONS, 3), [("packed", "everything"), ("mask (b, h, q, k)", "everything")]),
@@ -74,6 +75,7 @@ def test_geometries(geometry: str, options: str) -> None:
     check(*tensors, rows, **arguments(OPTIONS[options], tensors[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
 def test_explicit_positions(masked: bool) -> None:
     """As the same tokens with holes between them."""
@@ -140,6 +142,7 @@ def test_polynomials_miss_no_more_than_they_may(method: dict[str, float], half: 
                 assert (fit - table[0, centre * triton._STEP + x.long()]).abs().max() < 1.1 * miss + rounding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", crossed([64, 80, 96, 128, 256, 512], [64, 80]))
 def test_head_dims(head_dim: int) -> None:
     gain, bias = tables(4, torch.float32)
@@ -148,6 +151,7 @@ def test_head_dims(head_dim: int) -> None:
     check(query / 4, key / 4, value[..., :20], rows, gain=gain, bias=bias, scaling=0.7)
 
 
+@pytest.mark.slow
 def test_float16() -> None:
     query, key, value = inputs(b=1, q=40, k=40, d=16, dtype=torch.float16)
     gain, bias = tables(4, torch.float32)
@@ -159,6 +163,7 @@ def test_float16() -> None:
     close(lse.double(), want[1], 1e-5)
 
 
+@pytest.mark.slow
 def test_dropout_is_the_same_forward_and_backward() -> None:
     """Values that name their keys show which pairs were dropped; the gradients are those of these."""
     n, share = 32, 0.25
@@ -181,6 +186,7 @@ def test_dropout_is_the_same_forward_and_backward() -> None:
         close(a.double(), b, 2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", crossed(IN_A_MODEL, ["sinks"]))
 @torch.no_grad()
 def test_in_a_model(case: str) -> None:
@@ -188,6 +194,7 @@ def test_in_a_model(case: str) -> None:
     close(model("llama", CASES[case], "triton")(ids).logits, model("llama", CASES[case], "reference")(ids).logits)
 
 
+@pytest.mark.slow
 def test_learned_sinks() -> None:
     """Rows of a window and its far keys, forward and backward."""
     config, turn = CASES["streaming"], {"rotation": Rotation(torch.tensor([1.0, 0.1]))}
@@ -217,6 +224,7 @@ def test_training_and_compile() -> None:
     close(torch.compile(run, backend="aot_eager", fullgraph=True)(query), run(query))
 
 
+@pytest.mark.slow
 def test_compiled_calls_know_where_polynomials_serve() -> None:
     config = LongAttnConfig.preset("scale_invariant")
     assert config.logit_map is not None
@@ -259,6 +267,7 @@ def test_what_does_not_compile_is_computed_all_the_same(monkeypatch: pytest.Monk
     triton._warn.cache_clear()
 
 
+@pytest.mark.slow
 def test_gradients_of_a_part_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the logsumexp over these keys and others, as the program takes it."""
     query, key, value = inputs(q=19, k=19, dtype=torch.float32)

@@ -344,6 +344,7 @@ def test_logits_drawn_from_calls_count_by_their_pairs() -> None:
         assert pairs == pytest.approx(n * (n + 1) / 2, rel=0.01)
 
 
+@pytest.mark.slow
 def test_outputs_over_independent_tokens_vanish_with_slope_one_half() -> None:
     found = collected(gaussian(40, 2, 600, 600, uniform=True), what=("outputs",))
     assert found["output_slope"][0].tolist() == pytest.approx([-0.5, -0.5], abs=0.03)

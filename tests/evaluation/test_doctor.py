@@ -87,6 +87,7 @@ def test_doctor_prints_the_lines_of_the_page_of_models(name: str, tmp_path: Path
     assert checkpoints.line(row) in coverage_models.PAGE.read_text(encoding="utf-8").splitlines()
 
 
+@pytest.mark.slow
 def test_every_checkpoint_is_on_the_page() -> None:
     rows = {r["name"]: r for r in json.loads(coverage_models.RESULTS.read_text(encoding="utf-8"))["checkpoints"]}
     assert list(rows) == list(checkpoints.CHECKPOINTS), "run: python tests/kit/checkpoints.py"
@@ -104,6 +105,7 @@ def test_a_config_of_which_no_tiny_model_can_be_built_is_noted(sound: Path, tmp_
     assert "note extend not tried: no tiny model of this config could be built" in text
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_extended_is_told_what_it_takes(tmp_path: Path) -> None:
     code, text = told(tiny.save_gpt2(tmp_path))
     assert code == 0, text
@@ -143,6 +145,7 @@ def test_a_sound_checkpoint_of_ours(tmp_path: Path, sound: Path) -> None:
     assert "note extend to 4,096: rerope+infoscale:window=256 in every attention layer" in text  # from the trained length on
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_ours_that_is_loaded_under_another_attention(sound: Path, tmp_path: Path) -> None:
     hf_longattn.apply(AutoModelForCausalLM.from_pretrained(sound), "rerope").save_pretrained(tmp_path / "ours")
     shutil.copy(sound / "tokenizer.json", tmp_path / "ours")
@@ -152,6 +155,7 @@ def test_a_checkpoint_of_ours_that_is_loaded_under_another_attention(sound: Path
         assert "the checkpoint records rerope and is loaded under" in text
 
 
+@pytest.mark.slow
 def test_an_adapter(sound: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(sound), "rerope")

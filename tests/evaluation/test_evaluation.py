@@ -77,6 +77,7 @@ def runner(
 # numbers -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["model", "with_bos"])
 def test_losses_are_those_of_plain_forward_passes_over_the_same_targets(folder: Path, tmp_path: Path, model: str) -> None:
     this = runner(folder, model)
@@ -129,6 +130,7 @@ def test_losses_of_the_last_tokens_alone(folder: Path) -> None:
     assert last[:, :-7].isnan().all()
 
 
+@pytest.mark.slow
 def test_copies_are_the_loss_on_passages_repeated_from_far_back(folder: Path, tmp_path: Path) -> None:
     this = runner(folder, tasks=("copies",), lengths=[2560, 2816], model="longer", settings=parse_settings(["infoscale"]))
     copies = far_copies(2560)
@@ -145,6 +147,7 @@ def test_copies_are_the_loss_on_passages_repeated_from_far_back(folder: Path, tm
         runner(folder, tasks=("copies",), lengths=[512, 2560])
 
 
+@pytest.mark.slow
 def test_answers_depend_on_the_text_that_they_stand_in(folder: Path) -> None:
     def of(task: str, text: str) -> list[str]:
         (it,) = runner(folder, tasks=(task,), texts=(text,), lengths=[512]).tasks
@@ -164,6 +167,7 @@ def test_one_model_is_given_methods_and_others_are_loaded(folder: Path) -> None:
     assert (plain.config.rope_parameters["rope_type"], scaled.config.rope_parameters["rope_type"]) == ("default", "yarn")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked", crossed(["unmodified", "rerope:window=1000", "rerope+logn:window=1000", "scale_invariant:tau=3", "@yarn:2"], 3)
 )
@@ -214,6 +218,7 @@ def test_models_that_do_not_read_on_from_a_cache_are_refused(name: str) -> None:
             measure()
 
 
+@pytest.mark.slow
 def test_a_prefix_of_layers_that_slide(folder: Path, tmp_path: Path) -> None:
     """Such a layer holds its window alone, at each length another."""
     torch.manual_seed(0)
@@ -243,6 +248,7 @@ def test_what_reads_on_from_one_prefix() -> None:
     assert readers("unmodified", "scale_invariant", "adaptive_temperature", "cosscale", "output_standardise") == 5
 
 
+@pytest.mark.slow
 def test_a_prefix_is_part_of_the_protocol_and_checked(folder: Path, tmp_path: Path) -> None:
     usual = {"settings": parse_settings(["infoscale"]), "lengths": [256, 512]}
     runner(folder, **usual).open(tmp_path / "out").run()
@@ -400,6 +406,7 @@ def test_means_are_over_the_documents_that_all_settings_have_read() -> None:
     assert not whole.tables[0].note
 
 
+@pytest.mark.slow
 def test_a_checkpoints_own_method_stays_beside_what_is_asked_for(folder: Path, tmp_path: Path) -> None:
     own = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(folder / "model"), "rerope", window=100)
     own.save_pretrained(tmp_path / "own")
@@ -528,6 +535,7 @@ def test_an_adapter_that_says_nothing_of_attention_is_told(folder: Path, tmp_pat
 # rows ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_interrupted_runs_keep_their_rows_and_go_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     this, out = runner(folder), tmp_path / "out"
     real, calls = Loss.measure, []
@@ -555,6 +563,7 @@ def test_interrupted_runs_keep_their_rows_and_go_on(folder: Path, tmp_path: Path
     assert [store.name_of(json.loads(line)) for line in text.splitlines()] == [cell.name for cell in store.cells]
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_used_again_keeps_its_rows_and_is_judged_by_what_is_asked_for_now(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -596,6 +605,7 @@ def test_shortest_first_gives_the_same_rows_in_another_order(folder: Path) -> No
     assert [i.setting.name for i in short[:6]] == ["unmodified"] * 2 + ["scale_invariant:tau=3"] * 2 + ["@yarn:2"] * 2
 
 
+@pytest.mark.slow
 def test_rows_of_another_protocol_are_refused_and_not_mixed(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     this = runner(folder, settings=[Setting("unmodified")], lengths=[128, 512])
@@ -678,6 +688,7 @@ def test_command_measures_and_writes_the_page(folder: Path, tmp_path: Path) -> N
     assert [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()] == rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fast", "read"), [(False, "float32"), (True, "bfloat16")])
 def test_auto_is_a_precision_that_the_cpu_multiplies_fast(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool, read: str, cpu_bfloat16: Callable[[bool], None]
@@ -728,6 +739,7 @@ def test_command_writes_the_page_of_an_interrupted_run(folder: Path, tmp_path: P
     assert "unmodified" in result.output
 
 
+@pytest.mark.slow
 def test_an_interruption_before_the_first_row_writes_no_page(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -768,6 +780,7 @@ def test_tables_that_are_called_alike_say_of_which_task_they_are(folder: Path) -
     assert "Pass key: Log-likelihood of the answer, nats per token (0 is certain)\n\n| setting |" in str(found)
 
 
+@pytest.mark.slow
 def test_a_loaded_model_is_measured_like_its_checkpoint_and_is_afterwards_as_it_was(folder: Path, tmp_path: Path) -> None:
     texts = {name: (folder / name).read_text() for name in ("a.txt", "b.txt")}
     how: dict[str, Any] = {"lengths": [128, 512], "targets": 64}
@@ -813,6 +826,7 @@ class FirstLoss(Task):
             yield self.cell(setting, self.corpus.longest, document.name, lambda m, ids=ids: {"first_loss": 2.0 + len(ids)})
 
 
+@pytest.mark.slow
 def test_a_task_of_another_package_is_one_of_every_command(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -843,6 +857,7 @@ def test_every_task_begins_its_texts_as_it_is_asked_to(folder: Path, model: str,
         assert ([0] if task.texts.sample(0, 1024).input_ids[0] == 0 else []) == start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["model", "with_bos"])
 def test_long_ppl_is_the_loss_on_the_evaluators_key_tokens(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
@@ -878,6 +893,7 @@ def test_long_ppl_is_the_loss_on_the_evaluators_key_tokens(
     assert "found by “@yarn:2”" in section.protocol
 
 
+@pytest.mark.slow
 def test_long_ppl_without_key_tokens_is_a_dash_and_what_cannot_be_is_refused(folder: Path, tmp_path: Path) -> None:
     this = runner(folder, lengths=[128, 512], tasks=["long_ppl"], near=128, settings=parse_settings([]))
     store = this.open(tmp_path / "out")
@@ -942,6 +958,7 @@ def test_effective_length_is_the_longest_up_to_which_a_share_is_kept() -> None:
     assert Results(rows[4:], list(likelihood), 1024).effective_length("holds", "passkey") is None
 
 
+@pytest.mark.slow
 def test_the_command_measures_long_ppl_and_effective_lengths(folder: Path, tmp_path: Path) -> None:
     line = (
         f"eval {folder / 'model'} --text {folder / 'a.txt'} --lengths 300,512 --targets 64 --tasks long_ppl,passkey --near 128"

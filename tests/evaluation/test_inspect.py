@@ -38,6 +38,7 @@ def run(*arguments: str, code: int = 0) -> str:
     return " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.slow
 def test_it_compares_and_writes(saved: tuple[str, str], tmp_path: Path) -> None:
     model, text = saved
     out = tmp_path / "out"
@@ -84,6 +85,7 @@ def test_it_compares_and_writes(saved: tuple[str, str], tmp_path: Path) -> None:
     assert "another setting, text or model" in again
 
 
+@pytest.mark.slow
 def test_a_part_of_it_joins_a_report(saved: tuple[str, str], tmp_path: Path) -> None:
     model, text = saved
     words = [model, "--text", text, "--out", str(tmp_path)]
@@ -112,6 +114,7 @@ def test_layers_above_the_last_one_do_not_run(saved: tuple[str, str], monkeypatc
     assert calls == [0, 1]
 
 
+@pytest.mark.slow
 def test_rows_are_sampled(saved: tuple[str, str], tmp_path: Path) -> None:
     model, text = saved
     run(model, "--text", text, "--length", "200", "--rows", "20", "--what", "entropy", "--out", str(tmp_path / "new"))

@@ -38,6 +38,7 @@ def test_a_sample_holds_three_needles_and_the_answer_names_them(task: NeedleTask
         assert bare in HAY  # the haystack is one piece of the text
 
 
+@pytest.mark.slow
 def test_depths_are_where_the_needles_are(task: NeedleTask) -> None:
     sample = task.sample(0, 1000, depths=[0.0, 0.5, 1.0])
     text = task.tokenizer.decode(sample.input_ids, skip_special_tokens=True)

@@ -41,6 +41,7 @@ def test_without_a_jump_it_is_a_text_read_in_one_pass() -> None:
     assert result.trained == 4096
 
 
+@pytest.mark.slow
 def test_a_cap_on_distances_shows_as_a_constant() -> None:
     model, ids = fresh(), text()
     plain = probe(model, ids, [9000, 20000]).text
@@ -100,6 +101,7 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_command_probes_every_setting_and_keeps_its_rows(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     result = run(folder, "--method", "rerope:window=600,@yarn:2", "--distances", "1280,3000,4k", "--out", str(out))
@@ -125,6 +127,7 @@ def test_the_command_probes_every_setting_and_keeps_its_rows(folder: Path, tmp_p
     assert [t["rows"][0][0] for t in tables] == ["unmodified", "rerope:window=600"] * 2
 
 
+@pytest.mark.slow
 def test_a_probe_compares_settings_by_passage(folder: Path) -> None:
     result = run(folder, "--method", "rerope:window=600", "--distances", "1280,3000")
     said = " ".join(result.output.split()).replace("−", "-")
@@ -147,6 +150,7 @@ def test_two_texts_of_one_name_are_refused(folder: Path, tmp_path: Path) -> None
     assert "two texts share a file name" in " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.slow
 def test_the_default_distances_are_those_to_twice_the_trained_length(folder: Path) -> None:
     result = run(folder)
     assert result.exit_code == 0, result.output

@@ -48,6 +48,7 @@ def example(folder: Path) -> Path:
     return write_report(folder, "A model <under> test", "One sentence.", sections, {"Model": "m" * 200})
 
 
+@pytest.mark.slow
 def test_page_json_and_pictures_say_the_same(tmp_path: Path) -> None:
     page = example(tmp_path).read_text()
     data = json.loads((tmp_path / "report.json").read_text())
@@ -76,6 +77,7 @@ def test_page_needs_nothing_else(tmp_path: Path) -> None:
     assert all(re.search(r'alt="[^"]+"', tag) for tag in re.findall(r"<img[^>]{0,80}alt=.{0,40}", page))
 
 
+@pytest.mark.slow
 def test_a_page_written_again_leaves_nothing_of_the_old_one(tmp_path: Path) -> None:
     example(tmp_path)
     page = write_report(tmp_path, "A model", "New.", [Section("Only", "This.", figures=[picture()])], {}).read_text()
@@ -202,6 +204,7 @@ def test_what_a_setting_costs_by_position() -> None:
     assert readings.bucket_difference("other", 0, 512) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["cost_$x_1$, $\\frac{$", "_hidden", "a|b\nc", "leaky_rerope:window=1024:stretch=4.0+infoscale"]
 )

@@ -293,6 +293,7 @@ def test_questions_and_answers_fill_their_length(model: Path, chat: bool) -> Non
     assert section.tables[2].columns == ["setting", *kinds]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("windows", crossed([False, True], 2))
 def test_what_is_written_is_what_the_model_says(windows: bool, model: Path, tmp_path: Path) -> None:
@@ -403,6 +404,7 @@ def test_questions_of_rulers_own_data(rulers: Path) -> None:
     assert made("qa_1", 5) == made("qa_1", 5)
 
 
+@pytest.mark.slow
 def test_rulers_own_data_is_measured_without_a_text(model: Path, rulers: Path) -> None:
     options = {"tasks": "ruler", "kinds": "niah_single_1,qa_2", "lengths": [2048], "samples": 1, "ruler_data": str(rulers)}
     results = hf_longattn.evaluate(str(model), {}, **options)

@@ -78,6 +78,7 @@ def test_scenario(name: str, family: str) -> None:
     close(SCENARIOS[name](model(family, config), ids), expected(family, config, ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "case"), crossed(FEW, INNER[len(FAMILIES) :: 3]))
 def test_all_scenarios(family: str, case: str) -> None:
     """Every one on the case's first family, a third of them on each of the others."""
@@ -265,6 +266,7 @@ def test_compiled_forward(family: str) -> None:
         close(out[1:], exact(ids[1:], use_cache=False).logits)
 
 
+@pytest.mark.slow
 def test_compiled_training_step() -> None:
     m, ids = hf_longattn.apply(shallow(), CASES[DEFAULT]), tokens()
     want = gradients(copy.deepcopy(m), ids)
@@ -378,6 +380,7 @@ def test_dense_carrier_is_taken_only_where_needed(monkeypatch: pytest.MonkeyPatc
     assert seen[-1] == "dense"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", crossed(FAMILIES, SUBSET))
 def test_dense_carrier_is_exact(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, ids = CASES["sinks"], tokens()
@@ -389,6 +392,7 @@ def test_dense_carrier_is_exact(family: str, monkeypatch: pytest.MonkeyPatch) ->
     assert set(seen) == {"dense"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", crossed(["gemma2", "gemma3", "gemma3n", "gemma4"], ["gemma3"]))
 def test_method_inside_sliding_windows(family: str) -> None:
     """layers="all": the windowed layers take the method too, and every scenario agrees, compact and dense."""
@@ -401,6 +405,7 @@ def test_method_inside_sliding_windows(family: str) -> None:
             close(run(model(family, config), ids), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "gemma4"])
 def test_sliding_window_and_method_by_layer_index(family: str) -> None:
     """Layers 0 and 3 (one windowed, one full) under the method, the others untouched."""

@@ -259,6 +259,7 @@ def test_few_queries_are_left_to_transformers_where_it_knows_more() -> None:
     assert not alone(asked, query=torch.randn(2, 4, 17, 8))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_eager_computes_single_queries_alone(calls: list[int]) -> None:
     """It holds all pairs, which the method's kernels never do; so with a softcap, and with learned sinks."""

@@ -218,6 +218,7 @@ def test_a_draft_with_a_config_that_names_the_method() -> None:
     close(logits(draft), logits(laid(draft, own[:0] + of(draft))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("take", [copy.deepcopy, lambda layer: layer], ids=["copied", "moved"])
 def test_a_layer_with_a_method_in_a_model_without_one(take: Callable[[Any], Any], tmp_path: Path) -> None:
     other, m = hf_longattn.apply(stock("llama"), REMAP), stock("llama")
@@ -291,6 +292,7 @@ def test_a_head_s_config_that_says_what_its_body_does_not_do_is_not_saved(tmp_pa
         head(stock("llama").config, turned.model).save_pretrained(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_language_model_put_into_one_with_pictures(tmp_path: Path) -> None:
     m: Any = multimodal()
     text = type(m.model.language_model)(copy.deepcopy(m.config.text_config)).eval()
@@ -340,6 +342,7 @@ class Odd(Scored):
         return self.backbone.embed_tokens
 
 
+@pytest.mark.slow
 def test_value_heads(tmp_path: Path) -> None:
     torch.manual_seed(0)
     m = hf_longattn.apply(Scored(stock("llama").config), REMAP)

@@ -129,6 +129,7 @@ def test_a_method_that_harms_untrained_weights_warns_once(saved: Path, name: str
         assert len([w for w in told if w.category is UntrainedWarning]) == 1
 
 
+@pytest.mark.slow
 def test_nothing_is_said_where_nothing_is_harmed(saved: Path, tmp_path: Path) -> None:
     calibrated = {"logit_mean": 0.1, "logit_variance": 2.0}
     with warnings.catch_warnings():

@@ -176,6 +176,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_hybrids_take_methods_and_remaps(name: str) -> None:
     """Layers called "hybrid" are full; recurrent ones tell equal tokens apart, which must not disturb the verification."""

@@ -41,6 +41,7 @@ def by_hand(family: str, *configs: LongAttnConfig) -> PreTrainedModel:
     return m
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", crossed(["llama", "gpt2"], ["llama"]))
 @torch.no_grad()
 def test_each_layer_computes_its_own_method(family: str, tmp_path: Path) -> None:

@@ -238,6 +238,7 @@ def foreign_names(tree: ast.AST) -> set[str]:
     return {alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names}
 
 
+@pytest.mark.slow
 def test_nothing_else_is_patched() -> None:
     """Only `patch` assigns to classes and modules of other packages, and only what is declared."""
     declared = 0

@@ -215,6 +215,7 @@ def test_load_in_bfloat16(base: Path, tmp_path: Path) -> None:
     assert torch.equal(logits(m), logits(hf_longattn.apply(plain, CONFIG)))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_an_implementation_of_none_keeps_the_checkpoints_own(tmp_path: Path) -> None:
     """None means "I have no wish": command lines pass it on when their user said nothing."""
@@ -351,6 +352,7 @@ def test_saved_section_survives_a_json_round_trip_of_the_config() -> None:
     assert "longattn" not in stock("llama").config.to_dict()
 
 
+@pytest.mark.slow
 def test_trainer_checkpoint(tmp_path: Path) -> None:
     m = fresh("llama", CONFIG)
     data = [{"input_ids": x, "labels": x} for x in tokens(4, 12)]
@@ -406,6 +408,7 @@ def test_trainer_refuses_to_go_on_under_other_rotary_settings(tmp_path: Path) ->
 # composite models ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["apply", "name for all", "name by part"])
 def test_composite(how: str, tmp_path: Path) -> None:
     m = multimodal()
@@ -436,6 +439,7 @@ def test_composite(how: str, tmp_path: Path) -> None:
     close(logits(m, **picture()), logits(multimodal(), **picture()), 1e-6)
 
 
+@pytest.mark.slow
 def test_composite_with_an_implementation_of_none(tmp_path: Path) -> None:
     ours = hf_longattn.apply(multimodal(), CONFIG)
     ours.save_pretrained(tmp_path)
@@ -445,6 +449,7 @@ def test_composite_with_an_implementation_of_none(tmp_path: Path) -> None:
         assert m.config.vision_config._attn_implementation == "sdpa"
 
 
+@pytest.mark.slow
 def test_composite_load_with_parameters(tmp_path: Path) -> None:
     multimodal().save_pretrained(tmp_path)
     want = logits(hf_longattn.apply(multimodal(), CONFIG), **picture())
@@ -848,6 +853,7 @@ def test_inner_and_outer_model_have_one_state() -> None:
     assert not any("longattn" in key for x in m.modules() for key in x.__dict__)
 
 
+@pytest.mark.slow
 def test_tables_are_freed_with_the_model() -> None:
     m = fresh("llama", CASES["sinks"])
     logits(m)

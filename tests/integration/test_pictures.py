@@ -124,6 +124,7 @@ def with_more(inputs: dict[str, Any], more: Tensor) -> dict[str, Any]:
     return inputs | longer | {"input_ids": torch.cat([inputs["input_ids"], more], 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ALL)
 @torch.no_grad()
 def test_pairs_turn_by_the_axis_that_the_model_turns_them_by(kind: str) -> None:
@@ -138,6 +139,7 @@ def test_pairs_turn_by_the_axis_that_the_model_turns_them_by(kind: str) -> None:
     assert plan(half).rotary.axis == TURNS[kind]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", crossed(METHODS, ["rerope", "self_extend", "streaming"]))
 @pytest.mark.parametrize("kind", ALL)
 @torch.no_grad()
@@ -173,6 +175,7 @@ def test_two_pictures_and_padding_on_the_left(kind: str) -> None:
         close(got[1:, 18:], want[1], TOLERANCES.get(kind, 1e-5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ALL)
 @torch.no_grad()
 def test_beams_and_other_rows_of_a_cache_take_their_positions_along(kind: str) -> None:
@@ -201,6 +204,7 @@ def test_beams_and_other_rows_of_a_cache_take_their_positions_along(kind: str) -
         m.model.rope_deltas = deltas
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_cache_knows_its_positions_however_it_was_filled() -> None:
     """Cropped; a picture behind text; copied; static; with a hole; and refused where some are not known."""
@@ -272,6 +276,7 @@ def test_gradients_are_those_of_the_definition(kind: str) -> None:
             close(a, b, TOLERANCES.get(kind, 1e-5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ALL)
 @torch.no_grad()
 def test_what_is_not_defined_or_not_known_is_refused(kind: str, tmp_path: Path) -> None:
@@ -352,6 +357,7 @@ def test_pictures_are_read_as_before_where_a_remap_changes_nothing(kind: str) ->
     close(hf_longattn.apply(m, "rerope+infoscale", window=near, train_length=n)(**inputs).logits, plain, 0.0)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_keys_behind_many_pictures_are_turned_once() -> None:
     """As those of text are, where it is worth it; and again where other tokens take their place."""
@@ -372,6 +378,7 @@ def test_keys_behind_many_pictures_are_turned_once() -> None:
         close(got, want[:, inputs["input_ids"].shape[1] + n])
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_an_extended_model_keeps_its_tower_and_reads_pictures_on_both_sides_of_the_window(tmp_path: Path) -> None:
     m, inputs = several_positions("Qwen2VL")
@@ -396,6 +403,7 @@ def beside_text(n: int, first: int, side: int) -> Tensor:
     return at
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "axis"), [("glm4v", (0, 0, 1, 2)), ("ernie4_5_vl_moe", (1, 2, 0, 0))])
 @torch.no_grad()
 def test_models_that_turn_neighbours_or_begin_with_rows(name: str, axis: tuple[int, ...]) -> None:

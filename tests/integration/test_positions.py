@@ -406,6 +406,7 @@ def skipping_padding(m: Any, ids: Tensor) -> Tensor:
     return m(spread, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, mask[0].bool()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["scale_invariant", "rerope", "streaming", "mapped+adaptive"])
 @pytest.mark.parametrize("name", ["persimmon", "fuyu", "qwen2_vl"])
 @torch.no_grad()
@@ -466,6 +467,7 @@ def test_positions_are_there_when_layers_are_computed_again() -> None:
             close(b, a, 1e-4)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_positions_of_layers_that_are_compiled_alone() -> None:
     m, ids = hf_longattn.apply(silent(), REMAP), tokens(2, LENGTH)

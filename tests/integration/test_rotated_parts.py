@@ -69,6 +69,7 @@ def row_by_row(m: Any, ids: Tensor, name: str) -> Tensor:
 # latent attention -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "method"), crossed(itertools.product(LATENT, METHODS), DIAGONAL))
 def test_latent_attention_under_a_remap_is_the_models_own_at_other_distances(family: str, method: str) -> None:
     """In full, with caches of every kind, in chunks, padded and packed."""
@@ -120,6 +121,7 @@ def by_closed_form(m: Any, ids: Tensor, config: LongAttnConfig, still: int) -> T
     return logits(m, ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", crossed(METHODS, 3))
 def test_layers_without_rotation_keep_theirs(method: str) -> None:
     ids, config = tokens(), LongAttnConfig.preset(method, **METHODS[method])

@@ -244,6 +244,7 @@ def test_a_softcap_that_transformers_drops_is_told() -> None:
     assert hf_longattn.remove(m).config._attn_implementation == "sdpa"
 
 
+@pytest.mark.slow
 def test_mistral_with_a_window_has_no_full_layer() -> None:
     """Its modules do not say so, its config does."""
     windowed = stock("mistral", sliding_window=WINDOW)

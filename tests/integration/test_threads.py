@@ -292,6 +292,7 @@ def test_an_interrupted_pass_is_over() -> None:
     assert current_pass() is None
 
 
+@pytest.mark.slow
 def test_a_pass_that_died_with_its_thread_keeps_no_cache() -> None:
     m, caches = fresh("llama", CASES["rerope"]), []
 

@@ -42,6 +42,7 @@ def built(family: str, case: str, **changes: Any) -> Any:
 # shapes alone ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", crossed(WITHOUT_VALUES, ["meta"]))
 @pytest.mark.parametrize(
     ("family", "case"),
@@ -268,6 +269,7 @@ TOGETHER = (
 )
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("cases", crossed(((c,) for c in TOGETHER), [(INNER,)]), ids=lambda c: c[0])
 def test_generate_compiles_one_step(cases: tuple[str, ...]) -> None:
@@ -315,6 +317,7 @@ def test_what_runs_beside_a_graph_may_read() -> None:
     assert known == (True, True)
 
 
+@pytest.mark.slow
 def test_what_a_graph_cannot_hold_is_refused(tmp_path: Path) -> None:
     stock("llama").save_pretrained(tmp_path)
     m = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="rerope", longattn={"window": 7})

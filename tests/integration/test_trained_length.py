@@ -169,6 +169,7 @@ def test_train_length_settles_what_the_settings_leave_open(rope: dict[str, Any],
             hf_longattn.apply(AutoModelForCausalLM.from_config(settings(128, **rope)), "rerope")
 
 
+@pytest.mark.slow
 def test_train_length_is_for_every_method_and_every_way(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(settings(512)).save_pretrained(tmp_path / "plain")
     load = AutoModelForCausalLM.from_pretrained

@@ -238,6 +238,7 @@ def test_what_others_do_to_the_cache(change: Any, name: str, served: list[int]) 
     as_without(run, served)
 
 
+@pytest.mark.slow
 def test_a_prefix_that_requests_share(served: list[int]) -> None:
     """By copies, and by one cache that is cut back after each."""
     model, prefix, others = model_of(METHODS["rerope"]), tokens(1, 20, seed=1), tokens(3, 12, seed=2)
@@ -258,6 +259,7 @@ def test_a_prefix_that_requests_share(served: list[int]) -> None:
     close(run(), torch.cat([want, want], 1))
 
 
+@pytest.mark.slow
 def test_another_method_and_none(served: list[int]) -> None:
     ids = tokens(1, 60, seed=1)
 
@@ -338,6 +340,7 @@ class Own(DynamicCache):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rerope", "self_extend", "cosscale"])
 def test_inference_mode_keeps_as_much_and_notices_writes(name: str, served: list[int]) -> None:
     """Its tensors count no writes: the cache holds the same memory as tensors that do."""
@@ -422,6 +425,7 @@ def test_describe_says_so(name: str) -> None:
     assert ("keys in a DynamicCache turned once" in shown) == (name not in ("string_remap", "lm_infinite"))
 
 
+@pytest.mark.slow
 def test_it_goes_with_the_cache_and_with_no_copy() -> None:
     model, ids = model_of(METHODS["rerope"]), tokens(1, 30, seed=1)
     cache = DynamicCache()
@@ -439,6 +443,7 @@ def test_it_goes_with_the_cache_and_with_no_copy() -> None:
     assert not kept
 
 
+@pytest.mark.slow
 def test_in_half_precision_keys_are_rounded_once_more(served: list[int]) -> None:
     """By as much as they are rounded in the cache: logits are as far from float32's as those of keys turned at each token."""
     model, ids = model_of(METHODS["rerope"]), tokens(1, 60, seed=1)

@@ -75,7 +75,7 @@ class Recorder:
 def main(arguments: list[str]) -> int:
     if arguments[:1] == ["--into"]:
         return pytest.main(["-q", *arguments[2:]], plugins=[Recorder(Path(arguments[1]))])
-    chosen = arguments or ["-m", "not slow and not crossed", *(f"tests/{name}" for name in FILES)]
+    chosen = arguments or ["-m", "not crossed", *(f"tests/{name}" for name in FILES)]
     failed, found = 0, {}
     with tempfile.TemporaryDirectory() as folder:
         for name, limits in INSTRUCTIONS.items():

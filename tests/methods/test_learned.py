@@ -199,6 +199,7 @@ def adapter(m: Any) -> Any:
     return peft.get_peft_model(m, config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lora_saves_them(family: str, bases: dict[str, Path], tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
@@ -342,6 +343,7 @@ def values(m: nn.Module) -> dict[str, Tensor]:
     return {f"{n}.{k}": x for n, part in m.named_modules() if isinstance(part, Curve) for k, x in tensors_of(part)}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::hf_longattn.UntrainedWarning")
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_parameters_of_one_s_own_start_as_their_constructor_says(family: str, bent: type[Any], tmp_path: Path) -> None:

@@ -576,6 +576,7 @@ def test_update_keeps_a_proof_and_asks_no_one_elses_forward() -> None:
     assert torch.equal(logits(m), logits(want))
 
 
+@pytest.mark.slow
 def test_a_loaded_model_is_proven_at_its_first_call(base: Path) -> None:
     m = AutoModelForCausalLM.from_pretrained(base, attn_implementation="rerope", longattn={"window": 7})
     want = logits(hf_longattn.apply(stock("llama"), "rerope", window=7))

@@ -151,6 +151,7 @@ def test_no_kind_is_left_out() -> None:
     assert all(make().peft_type == kind for kind, make in KINDS.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "method"), BOTH)
 def test_saved_and_loaded_switched_off_and_merged(kind: str, method: str, bases: dict[str, Path], tmp_path: Path) -> None:
     base = bases["llama"]
@@ -181,6 +182,7 @@ def test_saved_and_loaded_switched_off_and_merged(kind: str, method: str, bases:
         close(logits(loaded(tmp_path / "merged")), want, 6e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "method"), BOTH)
 def test_two_at_a_time(kind: str, method: str, bases: dict[str, Path], tmp_path: Path) -> None:
     base = bases["llama"]
@@ -218,6 +220,7 @@ def test_conversion_to_lora_is_refused_under_a_method(bases: dict[str, Path], tm
     peft.save_as_lora(tmp_path, adapted(bases["llama"], "LOHA", None), rank=1.0)  # without a method as ever
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["IA3", "PREFIX_TUNING"])
 def test_saved_with_a_card_and_read_by_the_commands(kind: str, bases: dict[str, Path], tmp_path: Path) -> None:
     m = adapted(bases["llama"], kind, LEARNED)
@@ -253,6 +256,7 @@ def test_two_adapters_that_save_learned_parameters_otherwise(bases: dict[str, Pa
             m.add_adapter("second", other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [REROPE, LEARNED], ids=["rerope", "learned"])
 def test_layers_that_are_replicated(method: LongAttnConfig, bases: dict[str, Path], tmp_path: Path) -> None:
     config = peft.LoraConfig(layer_replication=[[0, 2], [1, 2]], **INTO)
@@ -274,6 +278,7 @@ def test_layers_that_are_replicated(method: LongAttnConfig, bases: dict[str, Pat
         hf_longattn.apply(plain, by_layer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [REROPE, LEARNED], ids=["rerope", "learned"])
 def test_attention_modules_that_are_copied_to_be_trained(
     method: LongAttnConfig, bases: dict[str, Path], tmp_path: Path
@@ -378,6 +383,7 @@ def test_corda(bases: dict[str, Path], tmp_path: Path) -> None:
     close(logits(again), logits(m))
 
 
+@pytest.mark.slow
 def test_arrow(bases: dict[str, Path], tmp_path: Path) -> None:
     """Experts bring their method along; one that was trained without is refused beside them."""
     from peft.tuners.lora.config import ArrowConfig
@@ -453,6 +459,7 @@ def test_in_a_new_process_with_the_package_and_without(bases: dict[str, Path], t
 # LoRA's own --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["pissa", "olora"])
 def test_a_changed_base_becomes_plain_lora(start: str, bases: dict[str, Path], tmp_path: Path) -> None:
     for method in (REROPE, LEARNED):
@@ -485,6 +492,7 @@ EXPERTS: dict[str, tuple[Callable[[], Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", EXPERTS)
 def test_experts_are_adapted_as_without_a_method(case: str, tmp_path: Path) -> None:
     make, targets = EXPERTS[case]
@@ -510,6 +518,7 @@ def test_experts_are_adapted_as_without_a_method(case: str, tmp_path: Path) -> N
         close(logits(again), want, 1e-6)
 
 
+@pytest.mark.slow
 def test_hotswapping_under_a_method_is_refused(bases: dict[str, Path], tmp_path: Path) -> None:
     """Weights are exchanged alone, and an adapter's attention is none of them."""
     for name, method in {"first": REROPE, "none": None, "other": None}.items():
@@ -525,6 +534,7 @@ def test_hotswapping_under_a_method_is_refused(bases: dict[str, Path], tmp_path:
     close(logits(plain), logits(peft.PeftModel.from_pretrained(loaded(bases["llama"]), tmp_path / "other")), 1e-6)
 
 
+@pytest.mark.slow
 def test_what_saves_an_adapter_where_transformers_cannot(bases: dict[str, Path], tmp_path: Path) -> None:
     """Its own methods for adapters wait for a PEFT that is not released."""
     want = logits(m := adapted(bases["llama"], "LORA"))
@@ -538,6 +548,7 @@ def test_what_saves_an_adapter_where_transformers_cannot(bases: dict[str, Path],
     close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "again")), want, 1e-6)
 
 
+@pytest.mark.slow
 def test_transformers_reads_weights_alone(bases: dict[str, Path], tmp_path: Path) -> None:
     """With a config of one's own, or over an adapter that is there."""
     adapted(bases["llama"], "LORA").save_pretrained(tmp_path)
@@ -575,6 +586,7 @@ def test_transformers_interface(bases: dict[str, Path], tmp_path: Path) -> None:
     close(logits(m), want, 1e-6)
 
 
+@pytest.mark.slow
 def test_weighted_and_mixed(bases: dict[str, Path], tmp_path: Path) -> None:
     m = disturbed(with_second(adapted(bases["llama"], "LORA"), "LORA"), 6)
     m.add_weighted_adapter(["default", "second"], [0.5, 0.7], "sum", combination_type="cat")
@@ -596,6 +608,7 @@ def test_weighted_and_mixed(bases: dict[str, Path], tmp_path: Path) -> None:
     close(logits(plain.merge_and_unload()), logits(plain), 1e-5)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_rows_of_several_adapters(bases: dict[str, Path]) -> None:
     ids = tokens()
@@ -612,6 +625,7 @@ def test_rows_of_several_adapters(bases: dict[str, Path]) -> None:
                 call(input_ids=ids, adapter_names=["default", "second"])
 
 
+@pytest.mark.slow
 def test_rows_of_the_base_model_have_no_method_of_its_adapters(bases: dict[str, Path], tmp_path: Path) -> None:
     ids, m = tokens(), adapted(bases["llama"], "LORA")
     for names in (["default", "__base__"], ["__base__"] * 2):
@@ -634,6 +648,7 @@ def test_merged_while_switched_off_it_runs_the_method(bases: dict[str, Path]) ->
     hf_longattn.remove(merged)
 
 
+@pytest.mark.slow
 def test_weights_of_modules_that_the_user_trains_beside(bases: dict[str, Path], tmp_path: Path) -> None:
     for beside in (None, ["lm_head"], ["longattn", "lm_head"]):
         config = peft.LoraConfig(modules_to_save=beside, **INTO)
@@ -645,6 +660,7 @@ def test_weights_of_modules_that_the_user_trains_beside(bases: dict[str, Path], 
         close(logits(again), logits(m), 1e-6)
 
 
+@pytest.mark.slow
 def test_a_classifier(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = stock("llama").config.__class__(**stock("llama").config.to_dict() | {"num_labels": 3, "pad_token_id": 0})
@@ -666,6 +682,7 @@ def test_a_classifier(tmp_path: Path) -> None:
     assert b'AutoPeftModelForSequenceClassification.from_pretrained("someone/judge", num_labels=3)' in pushed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     ("task", "heads"), [("TokenClassification", ["classifier", "score"]), ("QuestionAnswering", ["qa_outputs"])]
@@ -687,6 +704,7 @@ def test_heads_that_peft_trains_beside(task: str, heads: list[str], method: str,
         close(again.eval()(input_ids=tokens())[0], want, 1e-6)
 
 
+@pytest.mark.slow
 def test_guards_by_peft_s_type(bases: dict[str, Path]) -> None:
     """What others decide by the type of an adapter is decided as without a method."""
     sizes = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}

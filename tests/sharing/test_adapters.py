@@ -66,6 +66,7 @@ LOADERS = {
 # saved and loaded -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["rerope", "learned"])
 def test_an_adapter_that_transformers_loaded_is_saved_again(method: str, bases: dict[str, Path], tmp_path: Path) -> None:
     """As the card loads it, trained on, and saved: also where this release of transformers waits for a newer PEFT."""
@@ -88,6 +89,7 @@ def test_an_adapter_that_transformers_loaded_is_saved_again(method: str, bases: 
     assert "AutoModelForCausalLM.from_pretrained(" in (tmp_path / "again" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_of_several_adapters_that_transformers_loaded_the_active_one_is_saved(bases: dict[str, Path], tmp_path: Path) -> None:
     adapted(bases["llama"], METHODS["rerope"]).save_pretrained(tmp_path / "first")
     torch.manual_seed(5)
@@ -101,6 +103,7 @@ def test_of_several_adapters_that_transformers_loaded_the_active_one_is_saved(ba
     close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize(
     ("family", "method"), crossed([*(("llama", m) for m in METHODS), ("gemma3", "learned"), ("gpt2", "learned")], 3)
@@ -168,6 +171,7 @@ def test_switching_off_in_a_pass_of_a_model_with_transformers_adapters_is_refuse
     close(logits(m), want, 0)
 
 
+@pytest.mark.slow
 def test_peft_finds_no_other_layers_under_a_method() -> None:
     """Its views of the model say the same as without one, on, off, in a copy, and after the last adapter is deleted."""
 
@@ -194,6 +198,7 @@ def test_peft_finds_no_other_layers_under_a_method() -> None:
     close(logits(under.base_model.model), logits(hf_longattn.apply(stock("llama"), PLAIN)))  # merged once, so rounded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("method", ["scale_invariant", "learned"])
 def test_switched_off_it_is_the_base_model(family: str, method: str, bases: dict[str, Path]) -> None:
@@ -227,6 +232,7 @@ def test_switched_off_it_is_the_base_model(family: str, method: str, bases: dict
     assert torch.equal(logits(m), want)
 
 
+@pytest.mark.slow
 def test_the_first_call_may_come_while_switched_off(bases: dict[str, Path]) -> None:
     """rerope verifies the model's rotation at its first call, which must then be the first with the method on."""
     config = METHODS["rerope"]
@@ -249,6 +255,7 @@ def test_off_means_the_attention_it_had_before(bases: dict[str, Path]) -> None:
     assert base.config._attn_implementation == "scale_invariant"
 
 
+@pytest.mark.slow
 def test_a_base_with_a_method_of_its_own_keeps_it(bases: dict[str, Path], tmp_path: Path) -> None:
     name = METHODS["learned"]
     m = disturbed(hf_longattn.apply(AutoModelForCausalLM.from_pretrained(bases["llama"]), name), only=".longattn.")
@@ -265,6 +272,7 @@ def test_a_base_with_a_method_of_its_own_keeps_it(bases: dict[str, Path], tmp_pa
         close(logits(loaded), want, 1e-6)
 
 
+@pytest.mark.slow
 def test_composite() -> None:
     """Only the language model goes back and forth, never the vision tower."""
     m, plain = multimodal(), logits(multimodal(), **picture())
@@ -284,6 +292,7 @@ def configs(m: Any) -> dict[str, Any]:
     return {"top": top, "text": top.text_config, "vision": top.vision_config}
 
 
+@pytest.mark.slow
 def test_a_teacher_that_shares_the_weights(bases: dict[str, Path]) -> None:
     """Distillation: base logits without gradients, the adapted with them, under gradient checkpointing too."""
     ids, grads = tokens(), []
@@ -311,6 +320,7 @@ def test_a_teacher_that_shares_the_weights(bases: dict[str, Path]) -> None:
 # rotary settings --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize(("family", "method"), [("llama", "scale_invariant"), ("gemma3", "rerope")])
 def test_prope_comes_along(family: str, method: str, loader: str, bases: dict[str, Path], tmp_path: Path) -> None:
@@ -372,6 +382,7 @@ def test_without_a_checkpoint_the_settings_are_recorded_as_they_are(tmp_path: Pa
 # several adapters, changes on the way, checkpoints ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_several_adapters(bases: dict[str, Path], tmp_path: Path) -> None:
     m = adapted(bases["llama"], METHODS["learned"])
     m.add_adapter("second", lora())
@@ -405,6 +416,7 @@ def test_several_adapters(bases: dict[str, Path], tmp_path: Path) -> None:
     close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "native")), first, 1e-6)
 
 
+@pytest.mark.slow
 def test_adapters_follow_the_method(bases: dict[str, Path], tmp_path: Path) -> None:
     m = adapted(bases["llama"], PLAIN)
     hf_longattn.update(m, tau=40.0)
@@ -423,6 +435,7 @@ def test_adapters_follow_the_method(bases: dict[str, Path], tmp_path: Path) -> N
     assert "longattn" not in saved
 
 
+@pytest.mark.slow
 def test_trainer_refuses_an_adapter_of_another_attention(bases: dict[str, Path], tmp_path: Path) -> None:
     adapted(bases["llama"], METHODS["learned"]).save_pretrained(tmp_path / "checkpoint-1")
     for model, what in (
@@ -451,6 +464,7 @@ def test_transformers_switches_off_and_on_what_peft_does(case: str, bases: dict[
     close(logits(base), want, 1e-6)
 
 
+@pytest.mark.slow
 def test_an_adapter_that_records_a_method_beside_one_that_has_none(bases: dict[str, Path], tmp_path: Path) -> None:
     """Put in, the method would change what the other computes."""
     adapted(bases["llama"]).save_pretrained(tmp_path)
@@ -467,6 +481,7 @@ def test_an_adapter_that_records_a_method_beside_one_that_has_none(bases: dict[s
     assert __file__ in {x.filename for x in told if "records no attention" in str(x.message)}
 
 
+@pytest.mark.slow
 def test_trainer_checkpoints(bases: dict[str, Path], tmp_path: Path) -> None:
     data = [{"input_ids": x, "labels": x} for x in tokens(6, 12)]
 
@@ -491,6 +506,7 @@ def test_trainer_checkpoints(bases: dict[str, Path], tmp_path: Path) -> None:
     assert all("lora_" in n or ".longattn.modules_to_save." in n for n in names)
 
 
+@pytest.mark.slow
 def test_sinks_train_beside_lora_and_come_back(bases: dict[str, Path], tmp_path: Path) -> None:
     m = peft.get_peft_model(
         hf_longattn.apply(AutoModelForCausalLM.from_pretrained(bases["llama"]), METHODS["sink"]), lora(init_lora_weights=True)
@@ -514,6 +530,7 @@ def test_sinks_train_beside_lora_and_come_back(bases: dict[str, Path], tmp_path:
         assert torch.equal(logits(loaded), logits(AutoModelForCausalLM.from_pretrained(bases["llama"])))
 
 
+@pytest.mark.slow
 def test_bfloat16(bases: dict[str, Path], tmp_path: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(bases["llama"], dtype=torch.bfloat16)
     plain = logits(base)
@@ -542,6 +559,7 @@ def test_without_a_method_adapters_are_peft_s_own(bases: dict[str, Path], tmp_pa
         peft.get_peft_model(torch.nn.Linear(2, 2), peft.PeftConfig.from_pretrained(tmp_path / "ours"))
 
 
+@pytest.mark.slow
 def test_a_base_with_another_method_is_refused(bases: dict[str, Path], tmp_path: Path) -> None:
     m = adapted(bases["llama"])
     m.save_pretrained(tmp_path)
@@ -561,6 +579,7 @@ def test_a_base_with_another_method_is_refused(bases: dict[str, Path], tmp_path:
         m.load_adapter(tmp_path, "other")
 
 
+@pytest.mark.slow
 def test_low_cpu_mem_usage(bases: dict[str, Path], tmp_path: Path) -> None:
     for method in ("scale_invariant", "learned"):
         adapted(bases["llama"], METHODS[method]).save_pretrained(tmp_path / method)
@@ -577,6 +596,7 @@ def test_low_cpu_mem_usage(bases: dict[str, Path], tmp_path: Path) -> None:
 # configs ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_adapters_follow_a_method_that_comes_after_them(bases: dict[str, Path], tmp_path: Path) -> None:
     """By PEFT's way of saving and by transformers', rotary settings among it; and one that goes."""
     edited = hf_longattn.rope.prope(AutoConfig.from_pretrained(bases["llama"]), 0.5)
@@ -605,6 +625,7 @@ def test_an_adapter_of_transformers_follows_the_method(bases: dict[str, Path], t
     close(logits(LOADERS["PeftModel"](bases["llama"], tmp_path / "native")), logits(native), 1e-6)
 
 
+@pytest.mark.slow
 def test_one_config_for_several_models(bases: dict[str, Path], tmp_path: Path) -> None:
     """A method's run and its control: neither says anything of the other, whichever comes first."""
     config = lora()

@@ -109,6 +109,7 @@ def test_a_saved_model_and_its_card(tmp_path: Path) -> None:
         assert line in card.text, line
 
 
+@pytest.mark.slow
 def test_a_card_has_the_base_beside_the_model_and_how_far_it_reads(tmp_path: Path) -> None:
     base = {"loss": {512: 2.875, 8192: 3.5}}
     facts = FACTS | {
@@ -153,6 +154,7 @@ def test_what_a_card_says_of_loading_without_the_package_is_so(tmp_path: Path) -
     assert said in result.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["sinks", "logn"])
 def test_an_adapter_is_merged_and_saved(base: Path, tmp_path: Path, case: str) -> None:
     """Learned parameters too; the model needs no PEFT, and answers as model and adapter do."""
@@ -243,6 +245,7 @@ def test_a_card_says_how_its_maker_got_the_package(
     assert "/home/x" not in card
 
 
+@pytest.mark.slow
 def test_a_saved_adapter_and_its_card(base: Path, tmp_path: Path) -> None:
     m = adapted(base)
     hf_longattn.save(m, tmp_path)
@@ -260,6 +263,7 @@ def test_a_saved_adapter_and_its_card(base: Path, tmp_path: Path) -> None:
     assert "- rotary encoding: {" in (tmp_path / "turned" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_saving_does_not_overwrite(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("mine")
     with pytest.raises(FileExistsError, match="overwrite=True"):
@@ -272,6 +276,7 @@ def test_saving_does_not_overwrite(tmp_path: Path) -> None:
     assert (tmp_path / "notes").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_saving_keeps_a_readme_of_ones_own(tmp_path: Path) -> None:
     hf_longattn.save(changed(), tmp_path, name="first")
     hf_longattn.save(changed(), tmp_path, name="second", overwrite=True)  # a card of ours is written anew
@@ -343,6 +348,7 @@ def test_remote_code(tmp_path: Path) -> None:
 # uploading --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_push_a_model(server: FakeHub, tmp_path: Path) -> None:
     m = changed()
     url = hf_longattn.push(m, REPO, private=True, base_model="someone/llama", **FACTS)
@@ -362,6 +368,7 @@ def test_push_a_model(server: FakeHub, tmp_path: Path) -> None:
     assert json.loads(server.repos[REPO]["config.json"])["architectures"] == ["LongAttnLlamaForCausalLM"]
 
 
+@pytest.mark.slow
 def test_push_an_adapter(server: FakeHub, base: Path, tmp_path: Path) -> None:
     m = adapted(base)
     with pytest.raises(ValueError, match=r"base model is .* which nobody else has"):
@@ -378,6 +385,7 @@ def test_push_an_adapter(server: FakeHub, base: Path, tmp_path: Path) -> None:
     close(logits(peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), got)), logits(m), 1e-6)
 
 
+@pytest.mark.slow
 def test_trainer_pushes_an_adapter(server: FakeHub, base: Path, tmp_path: Path) -> None:
     """As it is at the end and in every checkpoint: each brings the method and what it learned to a plain base."""
     config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
@@ -394,6 +402,7 @@ def test_trainer_pushes_an_adapter(server: FakeHub, base: Path, tmp_path: Path) 
     assert (logits(m) - logits(AutoModelForCausalLM.from_pretrained(base))).abs().max() > 1e-2
 
 
+@pytest.mark.slow
 def test_a_name_that_is_taken(server: FakeHub) -> None:
     hf_longattn.push(changed(), REPO)
     before = dict(server.repos[REPO])
@@ -404,6 +413,7 @@ def test_a_name_that_is_taken(server: FakeHub) -> None:
     assert json.loads(server.repos[REPO]["config.json"])["longattn"]["logit_map"]["tau"] == 9.0
 
 
+@pytest.mark.slow
 def test_push_a_folder(server: FakeHub, base: Path, tmp_path: Path) -> None:
     """One that Trainer might have left: PEFT's template as a card, pickles, checkpoints and logs."""
     adapted(base).save_pretrained(tmp_path)
@@ -430,6 +440,7 @@ def test_push_a_folder(server: FakeHub, base: Path, tmp_path: Path) -> None:
         hf_longattn.push(tmp_path, REPO, base_model="someone/llama", exist_ok=True, **FACTS)
 
 
+@pytest.mark.slow
 def test_a_card_of_ours_is_filled_in(server: FakeHub, base: Path, tmp_path: Path) -> None:
     hf_longattn.save(adapted(base), tmp_path / "m", **{k: v for k, v in FACTS.items() if k != "license"})
     before = (tmp_path / "m/README.md").read_text()
@@ -457,6 +468,7 @@ def test_a_card_of_ours_is_filled_in(server: FakeHub, base: Path, tmp_path: Path
     assert "write training_lengths into it" in " ".join(wrong.output.replace("│", "").split())
 
 
+@pytest.mark.slow
 def test_a_base_that_is_not_on_the_hub_is_not_named(
     server: FakeHub, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -501,6 +513,7 @@ def test_folders_that_cannot_be_pushed(server: FakeHub, base: Path, tmp_path: Pa
     assert server.log == []
 
 
+@pytest.mark.slow
 def test_command(server: FakeHub, tmp_path: Path) -> None:
     hf_longattn.save(changed(), tmp_path / "m")
     (tmp_path / "m" / "README.md").unlink()
@@ -555,6 +568,7 @@ def test_the_card_of_an_adapter_that_makes_no_text(task: Any, by_peft: str, tag:
     assert "- length: set to 2,048 tokens (not measured); the base was trained at 512" in card.text
 
 
+@pytest.mark.slow
 def test_remote_code_and_strict_checkpoints_of_another_class(tmp_path: Path) -> None:
     torch.manual_seed(0)
     m = hf_longattn.apply(AutoModelForSequenceClassification.from_config(stock("llama").config), CONFIG).eval()

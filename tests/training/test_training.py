@@ -146,6 +146,7 @@ def losses(metrics: dict[str, Any]) -> list[dict[str, float]]:
 # from the command line ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_continue_lora(tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     changes = {
@@ -196,6 +197,7 @@ READS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", crossed(READS, 3))
 def test_a_trained_model_says_how_long_a_text_it_was_trained_to_read(what: str, tiny: Path, tmp_path: Path) -> None:
     changes, reads = READS[what]
@@ -217,6 +219,7 @@ def test_a_trained_model_says_how_long_a_text_it_was_trained_to_read(what: str, 
 # what a run tells before and after -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_how_far_the_model_reads(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the base and of the trained model: a probe, a long text, a picture, a sentence; in the folder and on the card."""
     out = tmp_path / "out"
@@ -261,6 +264,7 @@ def test_a_run_ends_with_how_far_the_model_reads(tiny: Path, tmp_path: Path, cap
     assert row["copy"][0] == pytest.approx(last["trained"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_model_that_no_method_goes_into_is_trained_without_one(tiny: Path, tmp_path: Path) -> None:
     """It is not asked how far it reads: a probe jumps over positions, which this one does not take."""
     BloomForCausalLM(BloomConfig(vocab_size=260, hidden_size=16, n_layer=1, n_head=2)).save_pretrained(tmp_path / "model")
@@ -273,6 +277,7 @@ def test_a_model_that_no_method_goes_into_is_trained_without_one(tiny: Path, tmp
         prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "other", method="infoscale", **given)))
 
 
+@pytest.mark.slow
 def test_how_far_goes_no_farther_than_the_method_or_the_text(tiny: Path, tmp_path: Path) -> None:
     def prepared(**changes: Any) -> Any:
         return prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", evaluation__far=16384, **changes)))
@@ -290,6 +295,7 @@ def test_how_far_goes_no_farther_than_the_method_or_the_text(tiny: Path, tmp_pat
     assert (off.text, off.back, off.unprobed) == (None, (), "")
 
 
+@pytest.mark.slow
 def test_measuring_at_the_end_takes_no_more_than_a_third_of_the_training(tiny: Path, tmp_path: Path) -> None:
     """Unless the recipe says how far to read."""
 
@@ -311,6 +317,7 @@ def test_measuring_at_the_end_takes_no_more_than_a_third_of_the_training(tiny: P
     assert torch.equal(short.data.held_out, long.data.held_out)
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_is_too_much_for_the_machine(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"trainer__per_device_train_batch_size": 8}
     prepared = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", **changes)))
@@ -329,6 +336,7 @@ def test_a_plan_says_what_is_too_much_for_the_machine(tiny: Path, tmp_path: Path
     assert "activation_checkpointing=true" in plan(prepared)
 
 
+@pytest.mark.slow
 def test_methods_that_change_no_row_of_training_are_known(tiny: Path, tmp_path: Path) -> None:
     """The model was trained at 256 tokens: rerope acts from 128 on, infoscale on rows that see more than 256 keys."""
     plain = {"positions": "plain"}
@@ -350,6 +358,7 @@ def test_methods_that_change_no_row_of_training_are_known(tiny: Path, tmp_path: 
         assert sorted(m.name for m in prepared.idle) == idle, changes
 
 
+@pytest.mark.slow
 def test_what_takes_days_or_more_memory_than_there_is_is_asked_about(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -482,6 +491,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
         prepare(load_recipe(name, overrides), resume=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position", crossed(["plain", "skip"], ["skip"]))
 def test_a_run_killed_after_its_last_step_trains_no_more(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, position: str
@@ -500,6 +510,7 @@ def test_a_run_killed_after_its_last_step_trains_no_more(
     assert losses(metrics) == losses(whole)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_may_be_measured_otherwise(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It trains on the same text, though the new evaluation would hold out more; its recipe is the one it began with."""
     quick = {"trainer__max_steps": 2, "trainer__eval_strategy": "no", "evaluation__compare": False, "heldout": None}
@@ -542,6 +553,7 @@ def test_processes_take_parts_of_each_window() -> None:
     assert second["position_ids"].tolist() == [[3, 4, 5]] * 2
 
 
+@pytest.mark.slow
 def test_the_first_token_of_a_window_is_not_counted(tiny: Path, tmp_path: Path) -> None:
     """Trainer leaves it out of the tokens of a loss by the name of the model's class, and GPT-2's is not one of those."""
     base = save_gpt2(tmp_path / "gpt2")
@@ -558,6 +570,7 @@ def test_several_processes_stop_at_once() -> None:
         assert signal.getsignal(signal.SIGINT) is own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", crossed([True, False], 2))
 def test_interrupted_while_it_measures_a_run_says_that_its_weights_are_there(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
@@ -621,6 +634,7 @@ def test_recipes_for_pretrained_models_ship_what_was_measured_best(
 AT_EVERY_LENGTH = ["null", "infoscale:clamp=false", "logn:learned=true:clamp=false", "adaptive_temperature", "scale_invariant"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", crossed(AT_EVERY_LENGTH, ["logn:learned=true:clamp=false"]))
 def test_method_lora_trains_under_what_acts_at_every_length(tiny: Path, tmp_path: Path, method: str) -> None:
     """As its file lists them; SSMax's factors are trained and saved with the adapter."""
@@ -644,6 +658,7 @@ def method_of(adapter: Path) -> Any:
     return json.loads((adapter / "adapter_config.json").read_text()).get("longattn")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", crossed(RECIPES, ["continue_lora"]))
 def test_recipes_take_a_model_with_a_table_of_positions(name: str, tiny: Path, tmp_path: Path) -> None:
     """GPT-2: `method_lora` as it stands, the others with another method and plain positions, which the refusal names."""
@@ -714,6 +729,7 @@ def test_freeze(tiny: Path, tmp_path: Path) -> None:
         assert message in " ".join(result.output.split())
 
 
+@pytest.mark.slow
 def test_dry_run_loads_no_weights(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were read"))
     result = command("continue_lora", *settings(tiny, tmp_path / "out"), "--dry-run")
@@ -789,6 +805,7 @@ def test_lengths_of_a_recipe_may_be_written_as_people_say_them() -> None:
         load_recipe("method_lora", ["model=x", "data=y", "length=long"])
 
 
+@pytest.mark.slow
 def test_nothing_is_overwritten(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     overrides = settings(tiny, tmp_path / "out")
@@ -803,6 +820,7 @@ def test_nothing_is_overwritten(tiny: Path, tmp_path: Path) -> None:
         prepare(recipe, resume=True)
 
 
+@pytest.mark.slow
 def test_two_commands_do_not_train_into_one_folder(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = settings(tiny, tmp_path / "out")
     with alone(tmp_path / "out/training.lock", "training"):
@@ -936,6 +954,7 @@ def test_packed_documents_of_a_recipe_do_not_see_each_other(tiny: Path, tmp_path
     assert next(r["loss"] for r in metrics["log"] if "loss" in r) == pytest.approx(total / count, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # where there is one CPU
 def test_workers_read_each_streamed_document_once(tmp_path: Path) -> None:
     for word in "abc":  # 40 tokens with </s>: windows of 4 hold no part of another document
@@ -1003,6 +1022,7 @@ def test_chats_are_read_by_their_template_and_answers_told_apart(tmp_path: Path,
     assert torch.equal(far["labels"][~silent], far["input_ids"][~silent])
 
 
+@pytest.mark.slow
 def test_a_recipe_trains_on_answers(tiny: Path, tmp_path: Path) -> None:
     rng = random.Random(0)
     rows = [[("user", " ".join(rng.choices("abcde", k=40))), ("assistant", "c d")] for _ in range(20)]
@@ -1177,6 +1197,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_distillation_against_the_formula(tiny: Path, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_longattn.training.models import unadapted
@@ -1294,6 +1315,7 @@ def test_recipe_is_plain_data() -> None:
     assert load_recipe(dataclasses.asdict(recipe) | {"output": None}, ["output=here"]).output == "here"
 
 
+@pytest.mark.slow
 def test_plan_counts(tiny: Path, tmp_path: Path) -> None:
     lines = plan(prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", method=None))))
     assert "unchanged, in all 2 layers" in lines
@@ -1304,6 +1326,7 @@ def test_plan_counts(tiny: Path, tmp_path: Path) -> None:
     assert "6, windows per step: 2, processes: 1; 0.4k tokens in all" in lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fast", crossed([False, True], 2))
 def test_plan_says_what_is_multiplied_and_whether_slowly(
     tiny: Path, tmp_path: Path, fast: bool, cpu_bfloat16: Callable[[bool], None]

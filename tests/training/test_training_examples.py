@@ -107,6 +107,7 @@ def test_script(name: str, names: dict[str, Any], base: Path, tmp_path: Path, mo
     check(base, ran["trainer"].model if "trainer" in ran else ran["model"], start, "adapter", 10.0)
 
 
+@pytest.mark.slow
 def test_loading_and_saving_examples(names: dict[str, Any]) -> None:
     exec(SETUP, names)
     m = peft.get_peft_model(names["model"], names["config"])

@@ -87,6 +87,7 @@ def prompts(*lengths: int) -> list[list[int]]:
     return [tokens(1, n, seed=n)[0].tolist() for n in lengths]
 
 
+@pytest.mark.slow
 @batching
 @pytest.mark.parametrize("case", crossed(CASES, INNER))
 def test_continuous_batching(
@@ -139,6 +140,7 @@ def test_batched_requests_with_learned_parts(monkeypatch: pytest.MonkeyPatch) ->
     check_batching(m, prompts(5, 3 * WINDOW, 2), monkeypatch, new=WINDOW)
 
 
+@pytest.mark.slow
 @batching
 @pytest.mark.parametrize("case", ["scale_invariant", "rerope"])
 def test_batched_requests_of_a_model_that_hands_no_positions_on(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
