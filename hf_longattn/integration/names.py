@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..config import CUSTOM, LongAttnConfig, names_in
 from ..slots.registry import LISTENERS, STOCK, did_you_mean, from_elsewhere, list_methods, meant
-from .internals import get_implementation
+from .internals import get_implementation, set_implementation
 
 PREFIX = "hf_longattn."
 #: What vLLM makes of the name of ours in a config, where it builds the model.
@@ -155,8 +155,14 @@ def before(config: Any) -> Before | None:
 
 
 def set_record(config: Any, **changes: Any) -> None:
-    """Change a config's record: put another in its place."""
-    vars(config)["_longattn"] = record_in(config)._replace(**changes)
+    """Change a config's record: put another in its place. The name that a config gives carries the method of its record."""
+    known, name = record_in(config), get_implementation(config)
+    vars(config)["_longattn"] = record = known._replace(**changes)
+    if name is not None and "section" in changes:
+        if isinstance(record.section, LongAttnConfig):
+            set_implementation(config, NameOf(name, record.section))
+        elif isinstance(known.section, LongAttnConfig):
+            set_implementation(config, str(name))
 
 
 def raw_section(config: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +10,6 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import Cache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import CUSTOM, LongAttnConfig, is_whole, read_name
@@ -114,8 +112,8 @@ def _by_part(config: PreTrainedConfig, implementation: Any) -> Any:
     The text part of a model of text is the whole. ValueError: one of our names is asked for in a part that is not there.
     """
     if isinstance(implementation, NameOf) and implementation in STOCK:  # of a whole whose language model runs the method
-        method = NameOf(name_for(implementation.method.name), implementation.method)
-        return {"": str(implementation)} | ({} if (key := _text_key(config)) is None else {key: method})
+        name, method, key = str(implementation), implementation.method, _text_key(config)
+        return name if key is None else {"": name, key: NameOf(name_for(method.name), method)}
     if not isinstance(implementation, dict):
         return implementation
     if language_config(config) is config and TEXT not in config.sub_configs and TEXT in implementation:
@@ -135,20 +133,7 @@ def _text_key(config: PreTrainedConfig) -> str | None:
 
 
 def _keeping_our_name(original: Any) -> property:
-    """The config's property: None, "the default", does not take a method away, no name of ours is lost, and of a model that
-    runs a method it gives a `NameOf`.
-    """
-    read = original.fget
-
-    @functools.wraps(read)
-    def getter(self: PreTrainedConfig) -> str | None:
-        name: str | None = read(self)
-        own = object.__getattribute__(self, "__dict__")  # every layer asks; vars() is slow here
-        record = None if torch.compiler.is_compiling() else own.get("_longattn")
-        if record is None or name is None or not isinstance(record.section, LongAttnConfig):
-            return name
-        runs = get_implementation(language_config(self)) if name in STOCK else name
-        return NameOf(name, record.section) if is_longattn_name(runs) else name
+    """The config's property, under which None, "the default", does not take a method away, and no name of ours is lost."""
 
     def setter(self: PreTrainedConfig, value: str | dict[str, Any] | None) -> None:
         ours = get_implementation(self)
@@ -158,7 +143,7 @@ def _keeping_our_name(original: Any) -> property:
         if isinstance(name := get_implementation(self), NameOf) and isinstance(raw_section(self), LongAttnConfig):
             set_implementation(self, str(name))
 
-    return property(getter, setter, original.fdel, original.__doc__)
+    return property(original.fget, setter, original.fdel, original.__doc__)
 
 
 def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config: Any = None, **kwargs: Any) -> Any:
@@ -404,8 +389,7 @@ PATCHES = (
         PreTrainedConfig,
         "_attn_implementation",
         _keeping_our_name,
-        "None would remove the method of a config that exists already, and a part that is not there be passed over; by the "
-        "name alone TRL would load a reference model without its parameters",
+        "None would remove the method of a config that exists already, and a part that is not there be passed over",
         factory=True,
     ),
     Patch(PreTrainedModel, "from_pretrained", _from_pretrained, "with config=, longattn= would reach the model's constructor"),
