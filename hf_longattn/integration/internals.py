@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from transformers import PreTrainedModel, modeling_utils
 from transformers.masking_utils import and_masks, causal_mask_function
 from transformers.models.auto import auto_factory, modeling_auto
@@ -220,6 +221,11 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 def is_compiled(module: nn.Module) -> bool:
     """Tell whether a module was compiled in place, by `module.compile()`."""
     return module._compiled_call_impl is not None
+
+
+#: The context of the graph that Dynamo makes, or None. Meanwhile torch 2.11 runs a config's properties itself, and knows no
+#: kind of str but str.
+tracing_context = TracingContext.try_get
 
 
 def is_replica(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..config import CUSTOM, LongAttnConfig, names_in
 from ..slots.registry import LISTENERS, STOCK, did_you_mean, from_elsewhere, list_methods, meant
-from .internals import get_implementation, set_implementation
+from .internals import get_implementation
 
 PREFIX = "hf_longattn."
 #: What vLLM makes of the name of ours in a config, where it builds the model.
@@ -136,11 +136,13 @@ class ConfigRecord(NamedTuple):
         section: what `config.longattn` shows: the `LongAttnConfig` that a model runs, or what a user wrote.
         before: what ran before.
         saved: it came with a checkpoint of ours.
+        named: the name under which the model runs the method of `section`; others read it as the config's implementation.
     """
 
     section: Any = None
     before: Before | None = None
     saved: bool = False
+    named: NameOf | None = None
 
 
 def record_in(config: Any) -> ConfigRecord:
@@ -155,14 +157,11 @@ def before(config: Any) -> Before | None:
 
 
 def set_record(config: Any, **changes: Any) -> None:
-    """Change a config's record: put another in its place. The name that a config gives carries the method of its record."""
-    known, name = record_in(config), get_implementation(config)
-    vars(config)["_longattn"] = record = known._replace(**changes)
-    if name is not None and "section" in changes:
-        if isinstance(record.section, LongAttnConfig):
-            set_implementation(config, NameOf(name, record.section))
-        elif isinstance(known.section, LongAttnConfig):
-            set_implementation(config, str(name))
+    """Change a config's record: put another in its place."""
+    if "section" in changes:
+        section, name = changes["section"], get_implementation(config)
+        changes["named"] = NameOf(name, section) if name is not None and isinstance(section, LongAttnConfig) else None
+    vars(config)["_longattn"] = record_in(config)._replace(**changes)
 
 
 def raw_section(config: Any) -> Any:

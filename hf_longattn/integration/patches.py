@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,12 +11,13 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from torch.compiler import is_dynamo_compiling
 from transformers import Cache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import CUSTOM, LongAttnConfig, is_whole, read_name
 from ..slots.registry import STOCK, method_class, parameters_of
 from ..user_warnings import warn
-from .internals import get_implementation, is_part, set_implementation
+from .internals import IMPLEMENTATION, get_implementation, is_part, set_implementation, tracing_context
 from .layers import View, language_config
 from .masks import own_implementation
 from .max_length import announce, announce_beside
@@ -133,7 +135,20 @@ def _text_key(config: PreTrainedConfig) -> str | None:
 
 
 def _keeping_our_name(original: Any) -> property:
-    """The config's property, under which None, "the default", does not take a method away, and no name of ours is lost."""
+    """The config's property: None, "the default", does not take a method away, no name of ours is lost, and of a model that
+    runs a method it gives a `NameOf`, from which TRL loads a trainer's reference model.
+    """
+
+    @functools.wraps(original.fget)
+    def getter(self: PreTrainedConfig) -> str | None:  # every layer asks: as few calls as it takes
+        name: str | None = getattr(self, IMPLEMENTATION, None)
+        if is_dynamo_compiling():
+            return name
+        record = object.__getattribute__(self, "__dict__").get("_longattn")
+        if record is None or record.named is None or record.named != name or tracing_context() is not None:
+            return name
+        runs = get_implementation(language_config(self)) if name in STOCK else name  # of a whole: its language model
+        return record.named if runs is name or is_longattn_name(runs) else name
 
     def setter(self: PreTrainedConfig, value: str | dict[str, Any] | None) -> None:
         ours = get_implementation(self)
@@ -143,7 +158,7 @@ def _keeping_our_name(original: Any) -> property:
         if isinstance(name := get_implementation(self), NameOf) and isinstance(raw_section(self), LongAttnConfig):
             set_implementation(self, str(name))
 
-    return property(original.fget, setter, original.fdel, original.__doc__)
+    return property(getter, setter, original.fdel, original.__doc__)
 
 
 def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config: Any = None, **kwargs: Any) -> Any:
@@ -389,7 +404,8 @@ PATCHES = (
         PreTrainedConfig,
         "_attn_implementation",
         _keeping_our_name,
-        "None would remove the method of a config that exists already, and a part that is not there be passed over",
+        "None would remove the method of a config that exists already, and a part that is not there be passed over; by the "
+        "name alone TRL would load a reference model without its parameters",
         factory=True,
     ),
     Patch(PreTrainedModel, "from_pretrained", _from_pretrained, "with config=, longattn= would reach the model's constructor"),

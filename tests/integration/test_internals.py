@@ -149,6 +149,18 @@ def test_the_report_of_a_load_is_read_off_its_log(tmp_path: Path, level: int) ->
     assert (len(logger.filters), logger.level) == (filters, logging.NOTSET)
 
 
+def test_what_dynamo_runs_while_it_makes_a_graph_is_known() -> None:
+    seen = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        seen.append(internals.tracing_context() is not None)
+        return graph.forward
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.zeros(2))
+    assert seen == [True]
+    assert internals.tracing_context() is None
+
+
 def test_entries_of_a_torch_module() -> None:
     module = nn.BatchNorm1d(2)
     assert internals.buffers_of(module)["running_mean"] is module.running_mean
