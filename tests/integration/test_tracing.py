@@ -16,6 +16,7 @@ from helpers import close, crossed, fresh, logits, static, stock, tokens
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, CompileConfig
 
@@ -291,6 +292,7 @@ def test_generate_compiles_one_step(cases: tuple[str, ...]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
+@inductor_config.patch(max_autotune_gemm_backends="ATEN")  # torch 2.13's C++ template gives NaN under AVX2
 @torch.no_grad()
 def test_autotuned_steps_run_one_graph() -> None:
     """From within the window to beyond it."""
