@@ -387,6 +387,8 @@ def own_configs(view: View) -> bool:
     `LlamaForCausalLM(config)` keeps the config that it is given, so two models may be built on one.
     """
     modules, mine = set(view.modules), view.configs
+    if not any(isinstance(raw_section(c), LongAttnConfig) for c in mine):  # no model runs a method under one of them
+        return False
     with _MODELS_LOCK:
         others = [other for other in _MODELS if modules.isdisjoint(other.modules())]
     shared = {id(getattr(m, "config", None)) for other in others for m in other.modules()}
