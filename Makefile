@@ -42,7 +42,7 @@ lint: $(VENV)/.dev  ## format, lint, types, imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-margins: $(VENV)/.dev  ## how near their tolerances tests come under each instruction set of this CPU, half an hour (ARGS="tests/core")
+margins: $(VENV)/.dev  ## how near their tolerances tests come under each instruction set of this CPU (ARGS="tests/core")
 	OMP_NUM_THREADS=1 $(BIN)/python tests/kit/margins.py $(ARGS)
 
 docs: $(VENV)/.dev site  ## the site, then what pages say is tried

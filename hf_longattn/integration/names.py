@@ -136,7 +136,7 @@ class ConfigRecord(NamedTuple):
         section: what `config.longattn` shows: the `LongAttnConfig` that a model runs, or what a user wrote.
         before: what ran before.
         saved: it came with a checkpoint of ours.
-        named: the name under which the model runs the method of `section`; others read it as the config's implementation.
+        named: the name that `config._attn_implementation` gives while the model runs the method of `section`.
     """
 
     section: Any = None

@@ -203,9 +203,8 @@ def find_pass(
             "prepared for it. Put it into the model with hf_longattn.apply(model, ...), or with attn_implementation= on a "
             "causal language model"
         )
-    if (traced or forward_pass is None) and plan.whole_config is not raw_section(
-        module.config
-    ):  # else it was compared as the pass began
+    # within a pass it was compared as that began
+    if (traced or forward_pass is None) and plan.whole_config is not raw_section(module.config):
         raise ValueError(_REPLACED)
     if (
         forward_pass is not None

@@ -155,6 +155,7 @@ def _keeping_our_name(original: Any) -> property:
         original.fset(self, _by_part(self, value))
         if value is None and is_longattn_name(ours):
             set_implementation(self, ours)
+        # a model that runs is switched by the name alone; one that is yet to be built finds its method in the name
         if isinstance(name := get_implementation(self), NameOf) and isinstance(raw_section(self), LongAttnConfig):
             set_implementation(self, str(name))
 
@@ -209,7 +210,9 @@ def _get_correct_attn_implementation(
 
 
 def _put_method(config: PreTrainedConfig, name: NameOf) -> str:
-    """The name alone: its method goes into the config's section, unless a model runs that, or parameters were typed there."""
+    """Put a name's method into the config's section, unless a model runs that, or parameters were typed there; returns the
+    name alone.
+    """
     section = raw_section(config)
     typed = isinstance(section, LongAttnConfig) or (section and not is_whole(section))
     if not typed and is_longattn_name(name) and _fits(name.method, config):
@@ -218,7 +221,7 @@ def _put_method(config: PreTrainedConfig, name: NameOf) -> str:
 
 
 def _fits(method: LongAttnConfig, config: PreTrainedConfig) -> bool:
-    """Tell whether the numbers of another model's method are of this one's trained length, or of none."""
+    """Tell whether another model's method may run as it is: its trained length was given, is this one's, or it has none."""
     return method.trained == GIVEN or method.train_length in (None, recorded(config, config.longattn).length)
 
 
@@ -358,9 +361,8 @@ def _set_attn_implementation(
         original(self, attn_implementation, *args, **kwargs)
         says, names = language_config(self.config), [get_implementation(c) for c in view.configs]
         if any(map(is_longattn_name, (*names, *(name for _, name in before)))) and any(c is says for c in view.method_configs):
-            for c in (
-                view.method_configs
-            ):  # transformers passes over those of layers that were copied, and of a body from elsewhere
+            # transformers passes over those of layers that were copied, and of a body from elsewhere
+            for c in view.method_configs:
                 set_implementation(c, get_implementation(says))
         for c, implementation in before:
             if is_longattn_name(get_implementation(c)) and not is_longattn_name(implementation):

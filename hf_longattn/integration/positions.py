@@ -245,9 +245,8 @@ def _from_one(seen: ParsedMask, forward_pass: ForwardContext | None) -> tuple[in
     """Return the number of tokens that a pass's cache held as it began, and from which on texts count from 1, if any do."""
     if forward_pass is None or forward_pass.cache is None:
         return 0, None
-    held = (
-        forward_pass.held if isinstance(forward_pass.held, int) else int(seen.first.max())
-    )  # a static cache counts on the device
+    # a static cache counts on the device
+    held = forward_pass.held if isinstance(forward_pass.held, int) else int(seen.first.max())
     return held, None if not held else record_of(forward_pass.cache).get("ones")
 
 

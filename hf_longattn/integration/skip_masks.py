@@ -30,10 +30,8 @@ def masks_of_jumps(model: Any, input_ids: Tensor, position_ids: Tensor) -> Any:
         wide as its trained length, ones (batch, length), without which a jump would start a new text.
     """
     config, ones = model.config.get_text_config(), torch.ones_like(input_ids)
-    known = before(config)
-    if SLIDING not in (getattr(config, "layer_types", None) or ()) or not (
-        window_hides(config) if known is None else known.windows
-    ):
+    known, slides = before(config), SLIDING in (getattr(config, "layer_types", None) or ())
+    if not slides or not (window_hides(config) if known is None else known.windows):
         return ones
 
     def near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -85,12 +85,13 @@ class AttentionState:
     layers: tuple[int, ...] = ()  # the numbers of `View.candidates`, as they were when the method came
     # three functions of modules that import this one:
     renew: Callable[..., None] | None = None  # `planning.renew`, for a pass that finds the model's layers changed
+    unverified: Callable[..., None] | None = None  # `verify.verify_at_first_call`; None: all rotations are verified
+    by_axis: Callable[..., None] | None = None  # `verify.verify_axes`, for the first pass with pictures
+
     passes: tuple[RemovableHandle, ...] = ()  # hooks around a forward pass: see `passes.hook_passes`
     traced: Any = None  # the `ForwardContext` that a graph is traced through
     group: Any = None  # of the processes that share each of its sequences: see `engines.ulysses`; copies have none
     remapped: bool = False  # whether a remap of rotary distances acts in some layer
-    unverified: Callable[..., None] | None = None  # `verify.verify_at_first_call`; None: all rotations are verified
-    by_axis: Callable[..., None] | None = None  # `verify.verify_axes`, for the first pass with pictures
     alone: bool = False  # see `orphaned`
     guards: tuple[RemovableHandle, ...] = ()  # hooks that refuse calls: see `guards`
     disabled: tuple[list[tuple[Any, str]], RotaryTables | None, int | None] | None = (

@@ -134,9 +134,8 @@ def _scaled(config: Any, kind: str, rope: Mapping[str, Any], most: int, train_le
     original, factor = rope.get(ORIGINAL) or (most if kind == "yarn" else None), rope.get("factor")
     if original is None:  # linear scaling alone
         found = _unscaled(config)
-        known = whole or (
-            factor and most in {n * factor for n in _published_lengths(config).values()}
-        )  # Vicuna 16k: 4,096, 4, and 16,384
+        # Vicuna 16k: 4,096, 4, and 16,384
+        known = whole or (factor and most in {n * factor for n in _published_lengths(config).values()})
         taken = None if known else f"rope_type {kind!r} is taken for trained in, its length for max_position_embeddings"
         return Trained(
             found.length, f"{found.reason}; rope_type {kind!r} is trained in", taken, not train_length or train_length >= most

@@ -160,7 +160,7 @@ def write_card(
 
 def merge(adapter: str | Path, directory: str | Path, **options: Any) -> Path:
     """Save the model that an adapter makes, merged and under the attention that it records: PEFT is not needed then. Its card
-    says of the training what the adapter's does, and of how it was measured, unless metrics, evaluated_on or reach are given.
+    repeats what the adapter's says of training, and of evaluation unless metrics, evaluated_on or reach are given.
 
     Args:
         adapter: a folder; its base is found by the name that it gives.
