@@ -11,7 +11,7 @@ import pytest
 import torch
 from calls import inputs
 from cases import CASES, model_config
-from helpers import close, crossed, fresh, logits, static, stock, tokens
+from helpers import close, crossed, logits, stock, tokens
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
