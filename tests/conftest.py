@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -19,6 +20,16 @@ from helpers import stock
 from hf_longattn.slots import registry
 
 logging.getLogger("torch.__trace").propagate = False  # pytest would capture, and torch format, megabytes of traces
+
+
+def pytest_collection_finish() -> None:
+    """What imports made stays: each garbage collection, of which every Trainer asks for two, would walk it all."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import os
 import time
@@ -71,7 +72,7 @@ def way_out(recipe: Recipe, args: TrainingArguments, parameters: int, trained: i
 def duration(recipe: Recipe, args: TrainingArguments, text: Any, work: tuple[float, float]) -> tuple[float, float]:
     """Seconds of training and of measuring at the end, for the `operations` of both."""
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else getattr(torch, recipe.dtype)
-    speed = EFFICIENCY * _speed(args.device, dtype, text)
+    speed = EFFICIENCY * _speed(args.device, dtype, text.hidden_size, _inner(text))
     training, measuring = work
     return training / speed, measuring / speed
 
@@ -106,10 +107,11 @@ def operations(
     return training + sum(map(sum, map(forward, evaluated))), sum(map(sum, map(forward, measured)))
 
 
-def _speed(device: torch.device, dtype: torch.dtype, text: Any) -> float:
-    """Operations a second in a product of the model's sizes."""
-    left = torch.ones(128, text.hidden_size, device=device, dtype=dtype)
-    right = torch.ones(text.hidden_size, _inner(text), device=device, dtype=dtype)
+@functools.cache
+def _speed(device: torch.device, dtype: torch.dtype, hidden: int, inner: int) -> float:
+    """Operations a second in a product of a model's sizes, measured once in a process."""
+    left = torch.ones(128, hidden, device=device, dtype=dtype)
+    right = torch.ones(hidden, inner, device=device, dtype=dtype)
     times: list[float] = []
     while len(times) < 3 or sum(times) < 0.3:
         start = time.perf_counter()
