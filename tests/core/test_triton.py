@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from calls import GEOMETRIES, OPTIONS, arguments, by_options, dense, inputs, tables, with_gradients
-from cases import CASES
-from helpers import close, crossed, model, spread, tokens
+from cases import CASES, LAYERS
+from helpers import close, crossed, spread, stock, tokens
 from torch import Tensor
+from transformers import PreTrainedModel
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation
@@ -35,6 +37,12 @@ IN_A_MODEL += ("streaming+adaptive", "attention_sink_learned", "softmax_plus")
 
 def tiles(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None:
     monkeypatch.setattr(triton, "_candidates", lambda *_: (TileSizes(rows, columns, 4, 1),))
+
+
+def by_backend(config: LongAttnConfig, layers: int = 1) -> list[PreTrainedModel]:
+    """Return a model by Triton, and by the reference. The interpreter is slow: layers of one kind would only cost."""
+    m = stock("llama", num_hidden_layers=layers)
+    return [hf_longattn.apply(copy.deepcopy(m), config.replace(backend=backend)) for backend in ("triton", "reference")]
 
 
 @pytest.fixture(autouse=True)
@@ -190,8 +198,9 @@ def test_dropout_is_the_same_forward_and_backward() -> None:
 @pytest.mark.parametrize("case", crossed(IN_A_MODEL, ["sinks"]))
 @torch.no_grad()
 def test_in_a_model(case: str) -> None:
+    got, want = by_backend(CASES[case], layers=LAYERS if case == "calibrated" else 1)  # means of its own for each layer
     ids = tokens(2, 20)
-    close(model("llama", CASES[case], "triton")(ids).logits, model("llama", CASES[case], "reference")(ids).logits)
+    close(got(ids).logits, want(ids).logits)
 
 
 @pytest.mark.slow
@@ -211,7 +220,7 @@ def test_learned_sinks() -> None:
 @pytest.mark.slow
 def test_training_and_compile() -> None:
     ids, config = tokens(1, 20), CASES["scale_invariant"]
-    a, b = (model("llama", config, backend) for backend in ("triton", "reference"))
+    a, b = by_backend(config)
     grads = [torch.autograd.grad(m(ids, labels=ids).loss, list(m.parameters())) for m in (a, b)]
     for x, y in zip(*grads, strict=True):
         close(x, y)
