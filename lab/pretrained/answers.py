@@ -112,7 +112,8 @@ def contents() -> Contents:
     """What stands below these marks.
 
     `<!-- answers: MODEL -->`: the right answers of every setting and length, with a 95 % Wilson interval, and the loss.
-    `<!-- answers less: MODEL LENGTH | other -->`: every setting less another, paired by question.
+    `<!-- answers less: MODEL LENGTH | other -->`: every setting without an adapter less another, paired by question; of
+    `| label | ...` behind it, these.
     `<!-- answers right: MODEL LENGTH | label -->`: a number of a sentence, as "12 of 60".
     """
     rows = runner.rows_of(ANSWERS.result.name)
@@ -144,17 +145,16 @@ def contents() -> Contents:
         return runner.markdown(head, body) if body else "*Not run yet.*"
 
     def less(what: str) -> str:
-        (model, length), (other,) = parts(what)
+        (model, length), (other, *only) = parts(what)
         here, body = of(model, length), {}
-        for name in here.keys() - {other} if other in here else ():
+        bare = [name for name, by_text in here.items() if not any("adapter" in row for row in by_text.values())]
+        for name in [n for n in only or bare if n in here and n != other] if other in here else ():
             one, two = every(here[name], "found"), every(here[other], "found")
-            only = [sum(a > b for a, b in zip(x, y, strict=True)) for x, y in ((one, two), (two, one))]
+            alone = [sum(a > b for a, b in zip(x, y, strict=True)) for x, y in ((one, two), (two, one))]
             deltas = [a - b for a, b in zip(every(here[name], "loss"), every(here[other], "loss"), strict=True)]
-            body[name] = [*map(str, only), "{:+.2f} ± {:.2f}".format(*mean_interval(deltas))]
-        rest = {name: body[name] for name in here if name in body}
-        return (
-            lines([f"less {other}", "right by it alone", "by the other alone", "Δ loss"], rest) if rest else "*Not run yet.*"
-        )
+            body[name] = [*map(str, alone), "{:+.2f} ± {:.2f}".format(*mean_interval(deltas))]
+        head = [f"less {other}", "right by it alone", "by the other alone", "Δ loss"]
+        return lines(head, body) if body else "*Not run yet.*"
 
     def right(what: str) -> str:
         (model, length), (label,) = parts(what)
