@@ -23,13 +23,13 @@ logging.getLogger("torch.__trace").propagate = False  # pytest would capture, an
 
 
 def pytest_collection_finish() -> None:
-    """What imports made stays: each garbage collection, of which every Trainer asks for two, would walk it all."""
+    """Keep what imports made out of garbage collections: each would walk it all, and every `Trainer.train` asks for one."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()
+    gc.unfreeze()  # else Triton's bindings report leaks at exit
 
 
 @pytest.fixture(autouse=True)

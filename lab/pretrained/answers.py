@@ -147,14 +147,15 @@ def contents() -> Contents:
     def less(what: str) -> str:
         (model, length), (other, *only) = parts(what)
         here, body = of(model, length), {}
+        if other not in here:
+            return "*Not run yet.*"
         bare = [name for name, by_text in here.items() if not any("adapter" in row for row in by_text.values())]
-        for name in [n for n in only or bare if n in here and n != other] if other in here else ():
+        for name in only or [name for name in bare if name != other]:
             one, two = every(here[name], "found"), every(here[other], "found")
             alone = [sum(a > b for a, b in zip(x, y, strict=True)) for x, y in ((one, two), (two, one))]
             deltas = [a - b for a, b in zip(every(here[name], "loss"), every(here[other], "loss"), strict=True)]
             body[name] = [*map(str, alone), "{:+.2f} ± {:.2f}".format(*mean_interval(deltas))]
-        head = [f"less {other}", "right by it alone", "by the other alone", "Δ loss"]
-        return lines(head, body) if body else "*Not run yet.*"
+        return lines([f"less {other}", "right by it alone", "by the other alone", "Δ loss"], body)
 
     def right(what: str) -> str:
         (model, length), (label,) = parts(what)
