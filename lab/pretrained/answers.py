@@ -75,11 +75,12 @@ def asked(text: Text, tokenizer: Any) -> Asked:
 def measure(model: Any, text: Text, choice: Choice, args: argparse.Namespace) -> Row:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     made, encode = asked(text, tokenizer), Encoder(tokenizer)
-    before, scores = prefix_of(model, made.ids), []
+    ids = made.ids.to(model.device)
+    before, scores = prefix_of(model, ids), []
     for question, value in zip(made.questions, made.values, strict=True):
-        ids, right = encode(f"\n\n{question}"), encode(f" {value}")
-        first = made.ids.shape[1] + len(ids)
-        whole = torch.cat([made.ids, torch.tensor([ids + right])], 1)
+        words, right = encode(f"\n\n{question}"), encode(f" {value}")
+        first = ids.shape[1] + len(words)
+        whole = torch.cat([ids, ids.new_tensor([words + right])], 1)
         scores += answer_scores(model, whole, [(first, first + len(right))], prefix=before)
     found = {"found": [int(s.exact) for s in scores], "loss": [round(-s.log_likelihood / s.tokens, 3) for s in scores]}
     return found | {"depths": [round(d, 4) for d in made.depths]} | described(choice, text.trained)
@@ -98,7 +99,9 @@ ANSWERS = Program(
     settings,
     measure,
     longer_on_model.key,
-    lambda choice, text, args: runner.load(with_adapter(choice, args.adapter), args.model, args.dtype, text.calibration),
+    lambda choice, text, args: runner.load(
+        with_adapter(choice, args.adapter), args.model, args.dtype, text.calibration, args.device
+    ),
     runner.adapter_option,
     lengths=(8192, 16384, 32768),
     spare=0,

@@ -51,7 +51,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def measure(model: Any, text: Text, choice: Choice, args: argparse.Namespace) -> Row:
     copies = places(text.name, text.length, text.trained, args.copies)
-    return measured(model, text.ids, copies, 2048) | described(choice, text.trained)
+    return measured(model, text.ids.to(model.device), copies, 2048) | described(choice, text.trained)
 
 
 COPIES = Program("copies", RESULT, PROTOCOL, settings, measure, options=options, spare=0)

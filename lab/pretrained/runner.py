@@ -94,10 +94,10 @@ def capped(stretch: float, which: Sequence[str]) -> list[list[float]]:
     return [[math.inf if (layer, head) in heads else stretch for head in range(HEADS)] for layer in range(LAYERS)]
 
 
-def load(choice: Choice, model: Path, dtype: str, calibration: Tensor) -> Any:
+def load(choice: Choice, model: Path, dtype: str, calibration: Tensor, device: str = "cpu") -> Any:
     """The model under a choice, measured on the calibration text (1, tokens) first if the choice wants it."""
     calibrated = (lambda model, method: calibrate(model, [calibration], method)) if choice.calibrated else None
-    return load_setting(choice.setting, Checkpoint(str(model)), dtype, calibrated=calibrated)
+    return load_setting(choice.setting, Checkpoint(str(model)), dtype, device, calibrated=calibrated)
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,7 @@ class Program:
         parser.add_argument("--length", type=int, nargs="+", default=list(self.lengths))
         parser.add_argument("--only", default="", help="only settings whose name matches this regular expression")
         parser.add_argument("--dtype", default=dtype, help="default: %(default)s")
+        parser.add_argument("--device", default="cpu", help="default: %(default)s; one that a row names is a GPU's")
         parser.add_argument("--result", type=Path, default=self.result)
         self.options(parser)
         args = parser.parse_args(arguments)
@@ -181,11 +182,12 @@ class Program:
         """The settings on one text, which calibrated ones are measured on."""
         settings = [c for c in self.settings(text) if not c.lengths or text.length in c.lengths]
         rows = RowFile(args.result, protocol=self.protocol)
-        loaded = self.load or (lambda c, t, a: load(c, a.model, a.dtype, t.calibration))
+        loaded = self.load or (lambda c, t, a: load(c, a.model, a.dtype, t.calibration, a.device))
         source = args.model / "SOURCE"
         about = {
             "source": source.read_text().strip() if source.exists() else args.model.name,
             "versions": f"{versions_line('hf_longattn', 'transformers', 'torch')}, {torch.get_num_threads()} threads",
+            **({"gpu": torch.cuda.get_device_name()} if args.device == "cuda" else {}),
         }
 
         key, model = self.key(text, args), [experiment.fingerprint(str(args.model))]
@@ -208,7 +210,7 @@ class Program:
             "length": text.length,
             "only": f"'^{re.escape(choice.name)}$'",
         }
-        said = {k: v for k, v in (vars(args) | names).items() if k != "result" and v not in (None, False)}
+        said = {k: v for k, v in (vars(args) | names).items() if k != "result" and v not in (None, False, "cpu")}
         words = [f"--{k}" if v is True else f"--{k} {_named(v)}" for k, v in said.items()]
         return " ".join([f"python lab/pretrained/{self.file}.py", *words])
 

@@ -31,7 +31,20 @@ from hf_longattn.core.kernels.kernel import KernelCall
 from hf_longattn.core.kernels.triton import TileSizes
 from hf_longattn.core.plan import LogitSpec
 from hf_longattn.integration.caches import CACHE
-from lab.speed.gpu_kit import UNMODIFIED, counts, in_turn, methods, milliseconds, model, peak_mib, say, saying, tensors, under
+from lab.speed.gpu_kit import (
+    UNMODIFIED,
+    counts,
+    in_turn,
+    kernel_ms,
+    methods,
+    milliseconds,
+    model,
+    peak_mib,
+    say,
+    saying,
+    tensors,
+    under,
+)
 
 Args = argparse.Namespace
 FEW = ("infoscale", "scale_invariant", "rerope", "adaptive_temperature")
@@ -182,14 +195,14 @@ def whole(args: Args) -> None:
         trained, length = 64, 256
     built = model(trained, half(args), args.device, **shape)
     about = {"length": length, "layers": shape["num_hidden_layers"]}
-    for name in args.methods or methods(trained):
-        for now in (UNMODIFIED, name, UNMODIFIED):
-            if now != UNMODIFIED:
-                under(built, now, trained)
-            with saying({"part": "whole", "method": now, **about}) as row, torch.inference_mode():
-                read_and_write(built, length, args.device, row)
-            if now != UNMODIFIED:
-                hf_longattn.remove(built)
+    asked = args.methods or list(methods(trained))
+    for now in [UNMODIFIED, *(name for method in asked for name in (method, UNMODIFIED))]:
+        if now != UNMODIFIED:
+            under(built, now, trained)
+        with saying({"part": "whole", "method": now, **about}) as row, torch.inference_mode():
+            read_and_write(built, length, args.device, row)
+        if now != UNMODIFIED:
+            hf_longattn.remove(built)
 
 
 def read_and_write(built: Any, length: int, device: str, row: dict[str, Any]) -> None:
@@ -232,6 +245,8 @@ def attention(args: Args) -> None:
             with torch.no_grad():
                 mine, peer = in_turn(lambda f=own: f(*apart), lambda: plain(*apart), args.device)
                 row |= {"forward_ms": mine, "sdpa_ms": peer, "forward": round(mine / peer, 2)}
+                row |= {"kernels_ms": kernel_ms(lambda f=own: f(*apart), args.device)}
+                row |= {"sdpa_kernels_ms": kernel_ms(lambda: plain(*apart), args.device)}
                 row |= {
                     "mib": peak_mib(lambda f=own: f(*apart), args.device),
                     "sdpa_mib": peak_mib(lambda: plain(*apart), args.device),

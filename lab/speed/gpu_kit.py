@@ -139,10 +139,7 @@ def counts(call: Call, device: str) -> Row:
         finally:
             torch.cuda.set_sync_debug_mode(0)
     reads = [f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    events = [e for e in profile.events() or () if e.device_type == torch.autograd.DeviceType.CUDA]
+    events = on_device(call)
     copies = sum("memcpy" in e.name.lower() for e in events)
     return {
         "step_reads": len(reads),
@@ -151,3 +148,18 @@ def counts(call: Call, device: str) -> Row:
         "step_copies": copies,
         "step_kernel_ms": round(sum(e.device_time_total for e in events) / 1000, 2),
     }
+
+
+def on_device(call: Call) -> list[Any]:
+    """What a call has the device do: kernels and copies."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return [e for e in profile.events() or () if e.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def kernel_ms(call: Call, device: str) -> float | None:
+    """Milliseconds of the device alone, the host's time between kernels left out; None on a CPU."""
+    if device != "cuda":
+        return None
+    return round(statistics.median(sum(e.device_time_total for e in on_device(call)) / 1000 for _ in range(3)), 3)
