@@ -25,6 +25,7 @@ from lab.pretrained import (
     decoding,
     headline,
     longer_on_model,
+    many,
     methods_on_model,
     methods_trained,
     needles_on_model,
@@ -192,7 +193,7 @@ def contents() -> Contents:
         "extend": extended,
         "probe": probed,
     }
-    pretrained = (answers, choice, copies, decoding, headline, longer_on_model, methods_on_model, methods_trained)
+    pretrained = (answers, choice, copies, decoding, headline, longer_on_model, many, methods_on_model, methods_trained)
     pretrained += (needles_on_model, quantised_cache, reading_far, regret, trained)
     for measured in (papers, coverage, *pretrained, speed, gpu_tables, vllm_speed):
         own |= measured.contents()

@@ -34,7 +34,7 @@ class Columns(NamedTuple):
 
     def stacked(self) -> Tensor:
         """int64 (batch or 1, q_len, 5), `AttentionLayout.index`."""
-        return torch.stack(torch.broadcast_tensors(*self), -1)
+        return torch.stack(torch.broadcast_tensors(*self)).movedim(0, -1)
 
 
 #: More than any position: numbers the sequences of packed text apart.
@@ -285,10 +285,12 @@ class AttentionLayout:
     def _seen(self, kv_len: int) -> tuple[slice, slice] | None:
         _, first, _, low, high = self.columns
         low, high = (low - first).clamp(min=0), (high - first).clamp(max=kv_len - 1)
-        if not bool((seeing := low <= high).any()):
+        seeing = low <= high
+        rows = seeing.any(0).to(torch.uint8)
+        begin, end = int(rows.argmax()), len(rows) - int(rows.flip(0).argmax())
+        if not rows[begin]:
             return None
-        rows = seeing.any(0).nonzero()
-        return slice(int(rows[0]), int(rows[-1]) + 1), slice(int(low[seeing].min()), int(high[seeing].max()) + 1)
+        return slice(begin, end), slice(int(low.where(seeing, kv_len).min()), int(high.where(seeing, -1).max()) + 1)
 
     def distance(self, kv_len: int, which: Tensor | slice = slice(None)) -> Tensor:
         """|query position - key position| of the rows `which`; int64 (batch or 1, rows, kv_len)."""

@@ -1,4 +1,4 @@
-"""The forty texts of headline_many.yaml, cut from sources that Debian and Python carry: `python lab/pretrained/many_texts.py FOLDER`.
+"""The forty texts of headline_many.yaml, cut from what Debian and Python carry: `python lab/pretrained/many_texts.py FOLDER`.
 
     --bible FILE    what `bible -l999 gen1:1-rev22:21` prints (package bible-kjv)
     --faq FOLDER    the pages of Debian's package anarchism, html/

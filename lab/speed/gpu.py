@@ -4,6 +4,7 @@
     short        prompts of 7 to 1,000 tokens and a training step in bfloat16, at several head_dims: whether they run
     static       generate with a static cache, which transformers compiles, and torch.compile(model), against plain generate
     whole        layers of Llama 3 8B's shape: a prompt and a decoded token; unmodified, method, unmodified in turn
+    step         a decoded token of the same by the clock, 16 at a time, in turn with the unmodified model
     attention    attention alone beside scaled_dot_product_attention, forward, and forward and backward
     tiles        the Triton kernels with tiles of other sizes
 
@@ -14,6 +15,7 @@ yet: give `--methods`, and run several beside one another. lab/speed/gpu_rows.py
 from __future__ import annotations
 
 import argparse
+import statistics
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -184,8 +186,8 @@ def static(args: Args) -> None:
 # whole ----------------------------------------------------------------------------------------------------------------
 
 
-def whole(args: Args) -> None:
-    """One set of weights: a method is put in and taken out."""
+def llama(args: Args) -> tuple[Any, int, int]:
+    """Layers of Llama 3 8B's shape, what they count as trained at, and the length of a prompt."""
     shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": args.layers, "num_attention_heads": 32}
     shape |= {"num_key_value_heads": 8, "vocab_size": 1024}
     trained, length = 8192, args.length or 8192
@@ -193,8 +195,13 @@ def whole(args: Args) -> None:
         shape |= {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
         shape |= {"num_key_value_heads": 2}
         trained, length = 64, 256
-    built = model(trained, half(args), args.device, **shape)
-    about = {"length": length, "layers": shape["num_hidden_layers"]}
+    return model(trained, half(args), args.device, **shape), trained, length
+
+
+def whole(args: Args) -> None:
+    """One set of weights: a method is put in and taken out."""
+    built, trained, length = llama(args)
+    about = {"length": length, "layers": built.config.num_hidden_layers}
     asked = args.methods or list(methods(trained))
     for now in [UNMODIFIED, *(name for method in asked for name in (method, UNMODIFIED))]:
         if now != UNMODIFIED:
@@ -221,6 +228,29 @@ def read_and_write(built: Any, length: int, device: str, row: dict[str, Any]) ->
     step()
     row["step_mib"], row["step_ms"] = peak_mib(step, device), milliseconds(step, device, 14)
     row |= counts(step, device)
+
+
+def step(args: Args) -> None:
+    """Two models of the same weights, each with a cache of its own."""
+    built, trained, length = llama(args)
+    twin, _, _ = llama(args)
+    twin.load_state_dict(built.state_dict(), assign=True)
+    ids = torch.randint(3, built.config.vocab_size, (1, length), device=args.device)
+    for name in args.methods or methods(trained):
+        under(twin, name, trained)
+        about = {"method": name, "length": length, "layers": built.config.num_hidden_layers}
+        with saying({"part": "step", **about}) as row, torch.inference_mode():
+            caches = [m(ids, use_cache=True, logits_to_keep=1)[CACHE] for m in (built, twin)]
+
+            def token(which: int, caches: list[Any] = caches) -> None:
+                (built, twin)[which](ids[:, :1], **{CACHE: caches[which]})
+
+            turns = [(which, milliseconds(lambda w=which: token(w), args.device, 16)) for _ in range(4) for which in (0, 1)]
+            row["base_ms"], row["wall_ms"] = ([ms for which, ms in turns[2:] if which == own] for own in (0, 1))
+            row["ratio"] = round(statistics.median(row["wall_ms"]) / statistics.median(row["base_ms"]), 2)
+            row |= {"base_kernels_ms": kernel_ms(lambda: token(0), args.device)}
+            row |= {"kernels_ms": kernel_ms(lambda: token(1), args.device)}
+        hf_longattn.remove(twin)
 
 
 # attention, tiles -----------------------------------------------------------------------------------------------------
@@ -307,7 +337,7 @@ def tiles(args: Args) -> None:
 
 PARTS: dict[str, Callable[[Args], None]] = {
     **{"exactness": exactness, "short": short, "static": static},
-    **{"whole": whole, "attention": attention, "tiles": tiles},
+    **{"whole": whole, "step": step, "attention": attention, "tiles": tiles},
 }
 
 
@@ -316,7 +346,7 @@ def main() -> None:
     parser.add_argument("part", nargs="?", choices=list(PARTS), help="all of them without")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--methods", nargs="+")
-    parser.add_argument("--length", type=int, help="of whole, attention and tiles")
+    parser.add_argument("--length", type=int, help="of whole, step, attention and tiles")
     parser.add_argument("--head-dim", type=int, default=128, help="of attention and tiles")
     parser.add_argument("--layers", type=int, default=16, help="of the whole model")
     args = parser.parse_args()

@@ -86,28 +86,38 @@ def prefill() -> str:
 
 
 def step() -> str:
-    """Time of the kernels of decoded tokens, in turn with the unmodified model."""
-    lines = [
-        [named(r["method"]), f"{r['length']:,}", str(r["layers"]), f"{r['device_ms']:.2f}", f"{r['base_device']:.2f}"]
-        for r in sorted(rows_of("step"), key=lambda r: r["length"])
-        if "wall_ms" in r
-    ]
-    return markdown(["", "behind", "layers", "ms", "unmodified"], lines)
+    """A decoded token: its kernels' time as a ratio to the unmodified model's, and by the clock, in turn with that."""
+    lines = []
+    for method in sorted(methods_of(rows_of("whole", NOW)), key=lambda name: name != UNMODIFIED):
+        clock = [row["ratio"] for row in rows_of("step", method=method) if row["length"] == LENGTHS[0]]
+        lines.append([named(method), *(kernels(n, method) for n in LENGTHS), number(clock[-1] if clock else None, 2)])
+    return markdown(["", *(f"kernels, behind {n:,}" for n in LENGTHS), f"by the clock, behind {LENGTHS[0]:,}"], lines)
+
+
+def kernels(length: int, method: str) -> str:
+    """Milliseconds of a token's kernels of the unmodified model, of the others their ratio to them."""
+    own, base = (over(NOW, length, name, "step_kernel_ms") for name in (method, UNMODIFIED))
+    if own is None or base is None:
+        return NONE
+    return f"{base:.2f} ms" if method == UNMODIFIED else f"{own / base:.2f}"
 
 
 def attention() -> str:
-    """Forward, and forward and backward in brackets, as ratios to sdpa."""
+    """Forward by the device's own time, and by the clock, and forward and backward in brackets, as ratios to sdpa."""
     rows = [r for r in rows_of("attention") if r["run"] != BEFORE]
     shapes = sorted({(r["head_dim"], r["length"]) for r in rows})
     lines = []
     for method in methods_of(rows):
         own = {(r["head_dim"], r["length"]): r for r in rows if r["method"] == method}
-        lines.append([named(method), *(both(own.get(shape)) for shape in shapes)])
+        lines.append([named(method), *(ratios(own.get(shape)) for shape in shapes)])
     return markdown(["", *(f"{length:,}, head_dim {dim}" for dim, length in shapes)], lines)
 
 
-def both(row: Row | None) -> str:
-    return NONE if row is None or "forward" not in row else f"{row['forward']:.2f} ({number(row.get('both'), 2)})"
+def ratios(row: Row | None) -> str:
+    if row is None or "forward" not in row:
+        return NONE
+    alone = row["kernels_ms"] / row["sdpa_kernels_ms"] if "kernels_ms" in row else None
+    return f"{number(alone, 2)} / {row['forward']:.2f} ({number(row.get('both'), 2)})"
 
 
 def static() -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-WHAT = {"exactness": "err", "short": "ok", "static": "err", "whole": "step_ms", "attention": "forward"}
+WHAT = {"exactness": "err", "short": "ok", "static": "err", "whole": "step_ms", "step": "ratio", "attention": "forward"}
 
 
 @pytest.mark.slow
