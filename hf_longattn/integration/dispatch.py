@@ -160,9 +160,9 @@ def _attend(
 
 
 def _keep(layer_call: LayerCall, query: Tensor) -> Keep | None:
-    """Return what finds a layer's rotated keys beside the KV cache; None: there is no cache, or it is not on a CPU."""
+    """Return what finds a layer's rotated keys beside the KV cache; None: outside of a pass, or not on a CPU."""
     forward_pass = layer_call.forward_pass
-    if query.device.type != "cpu" or forward_pass is None or forward_pass.cache is None or forward_pass.state is None:
+    if query.device.type != "cpu" or forward_pass is None:
         return None
     return functools.partial(kept_keys, forward_pass, getattr(layer_call.module, "layer_idx", None), query.shape[2])
 

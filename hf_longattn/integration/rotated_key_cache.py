@@ -84,15 +84,15 @@ def kept_keys(forward_pass: Any, number: int | None, q_len: int, by: Hashable, k
         q_len: how many keys the pass wrote.
         by: what the keys are turned by.
     """
-    cache = forward_pass.cache
-    if type(cache) is not DynamicCache or cache.offloading or number is None or number >= len(cache.layers):
+    cache, state = forward_pass.cache, forward_pass.state
+    if state is None or type(cache) is not DynamicCache or cache.offloading or number is None or number >= len(cache.layers):
         return None
     layer = cache.layers[number]
     if type(layer) is not DynamicLayer or layer.keys is not key or type(key) is not Tensor:
         return None
     if key.is_inference():
         layer.keys = key = _counted(key)
-    caches = forward_pass.state.rotated_keys
+    caches = state.rotated_keys
     if (kept := caches.get(cache)) is None:
         kept = caches[cache] = {}
     own = kept.get(number)

@@ -287,6 +287,15 @@ def test_heads_cannot_be_split(name: str, parameters: dict[str, Any]) -> None:
         attention_forward(m.model.layers[0].self_attn, *half, mask, position_ids=torch.arange(6)[None])
 
 
+def test_learned_sinks_of_heads_that_nobody_tells_are_refused() -> None:
+    m = hf_longattn.apply(stock("llama"), "infoscale", train_length=4)
+    half, mask = [torch.randn(1, h, 6, HEAD_DIM) for h in (HEADS // 2, 1, 1)], layout_mask(1, 6, 6, config=m.config)
+    with pytest.raises(NotImplementedError, match="tensor parallelism"):
+        attention_forward(
+            m.model.layers[0].self_attn, *half, mask, position_ids=torch.arange(6)[None], s_aux=torch.zeros(HEADS)
+        )
+
+
 def test_other_methods_can_be_split() -> None:
     m = hf_longattn.apply(stock("llama"), "infoscale+scale_invariant", train_length=4)
     torch.manual_seed(0)

@@ -73,12 +73,11 @@ def _joined_gradients(
     value: Tensor,
     *sides: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    with torch.autocast(value.device.type, enabled=False):
-        d_value, d_sides = _input_gradients(pieces, scalings, (d_out, out, lse), value, sides)
-        d_sinks = None
-        if sinks is not None:  # its probability times what all others have in common
-            delta = (d_out.to(out.dtype) * out).sum(-1)
-            d_sinks = -((_finite(sinks, lse.dtype) - lse).exp() * delta).sum((0, 2)).to(sinks.dtype)
+    d_value, d_sides = _input_gradients(pieces, scalings, (d_out, out, lse), value, sides)
+    d_sinks = None
+    if sinks is not None:  # its probability times what all others have in common
+        delta = (d_out.to(out.dtype) * out).sum(-1)
+        d_sinks = -((_finite(sinks, lse.dtype) - lse).exp() * delta).sum((0, 2)).to(sinks.dtype)
     own = (d.to(x.dtype) for d, x in zip(d_sides, sides, strict=True))
     return None, None, d_sinks, d_value.to(value.dtype), *own
 
