@@ -270,7 +270,7 @@ class AttentionPlan:
         Args:
             learned: the layer's trained parts of methods by slot.
             sink_logits: (heads,), the model's learned sinks.
-            keep: finds what was made of the layer's keys before (see `turned`); None: nothing is kept.
+            keep: finds what was made of the layer's keys before (see `rotated_keys`); None: nothing is kept.
         """
         assert self._compute is not None
         factor = self.factor(learned) if "temperature" in self.learned else self._factor

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from ..config import LongAttnConfig
-from ..core.attend import attend
+from ..core.attend import attend, attend_again
 from ..core.call import Call
 from ..core.geometry import AttentionLayout
-from ..core.kernels.kernel import KernelFailure
-from ..core.plan import AttentionPlan, plan_key, plans
+from ..core.plan import AttentionPlan, plans
 from ..core.reference import dense_attention
 from ..core.rotated_keys import Keep
 from ..slots.learned import learned_parts
@@ -127,14 +126,10 @@ def _attend(
         sinks = own(sinks) if sinks is not None and sinks.shape[0] == plan.heads else sinks
     method_id = None if traced or config is not plan.config else plan.method_id
     if made and method_id is not None and not (layer_call.dropout or plan.observer or torch.is_grad_enabled()):
-        ready = made.get(plan_key(method_id, query, key, value, scaling, layer_call.softcap, learned, sinks))
-        if ready is not None:
-            try:
-                return ready.run(query, key, value, learned, sinks, _keep(layer_call, query)).transpose(
-                    1, 2
-                ).contiguous(), None
-            except KernelFailure:  # which said so: another kernel is chosen
-                pass
+        keep = _keep(layer_call, query)
+        out = attend_again(made, method_id, query, key, value, scaling, layer_call.softcap, learned, sinks, keep)
+        if out is not None:
+            return out.transpose(1, 2).contiguous(), None
     call = Call(
         query,
         key,
@@ -162,9 +157,10 @@ def _attend(
 def _keep(layer_call: LayerCall, query: Tensor) -> Keep | None:
     """Return what finds a layer's rotated keys beside the KV cache; None: outside of a pass, or not on a CPU."""
     forward_pass = layer_call.forward_pass
-    if query.device.type != "cpu" or forward_pass is None:
+    if query.device.type != "cpu" or forward_pass is None or forward_pass.state is None:
         return None
-    return functools.partial(kept_keys, forward_pass, getattr(layer_call.module, "layer_idx", None), query.shape[2])
+    number = getattr(layer_call.module, "layer_idx", None)
+    return functools.partial(kept_keys, forward_pass.cache, forward_pass.state.rotated_keys, number, query.shape[2])
 
 
 def _over_rows(layer_call: LayerCall, query: Tensor, key: Tensor, value: Tensor, rows: AttentionLayout) -> Tensor:

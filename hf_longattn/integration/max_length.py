@@ -46,6 +46,12 @@ def announce(view: View, length: int | None) -> None:
             vars(c).update(dict.fromkeys(less.keys() - {GENERATION}, length) | {KEPT: less})
 
 
+def announce_running(view: View) -> None:
+    """Let a model's configs say the length that the method it runs was made for, or what they said before one."""
+    config = view.running
+    announce(view, None if config is None else config.extended_to)
+
+
 def trained_at(model: Any, length: int) -> None:
     """As `announce`, for good: the model was trained at that length, and has no method that could be taken out."""
     announce(view := View(model), length)

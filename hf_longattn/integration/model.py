@@ -20,7 +20,7 @@ from ..user_warnings import warn
 from .internals import get_implementation, set_implementation
 from .layers import Layer, View, language_config
 from .masks import base_implementation
-from .max_length import announce
+from .max_length import announce_running
 from .model_facts import own_temperature
 from .names import before, is_longattn_name, name_for, raw_section
 from .offload import is_empty
@@ -109,15 +109,14 @@ def change(model: nn.Module, waits: bool = False) -> Iterator[View]:
     with transaction(model, waits) as view:
         known = view.running
         yield view
-        config = view.running
-        announce(view, None if config is None else config.extended_to)
-        record_in_adapters(view, config)
+        announce_running(view)
+        record_in_adapters(view, view.running)
         if view.adapters and any(isinstance(container_of(x.module), LearnedParts) for x in view.layers):
             warn(
                 "the method's learned parameters came after the adapter, which will not save them: apply the method first, "
                 "then make the adapter",
             )
-        warn_untrained(view, config, known)
+        warn_untrained(view, view.running, known)
         release(view)
 
 

@@ -32,7 +32,7 @@ _UNDEFINED = (
     _AXES + "{name} is not defined for them: {why}. Texts with pictures are read as before where it changes nothing, here "
     "below position {near:.0f}, and this call reaches {position}; take rerope or leaky_rerope beyond"
 )
-_UNKNOWN = (
+_UNKNOWN_AXES = (
     _AXES + "a remap of rotary distances needs those of all {held} keys in the KV cache, of which {known} were read under it: "
     "fill the cache anew"
 )
@@ -187,7 +187,7 @@ def find_pass(
         RuntimeError: a backward pass computes the layer again, and the model runs another method than in the forward pass.
     """
     plan: LayerPlan | None = module.__dict__.get("_longattn")  # as `plan_of`; a call costs as much as a small product
-    if plan is not None and plan.state.unverified is not None and not traced and _PASS.get() is None:
+    if plan is not None and plan.state.unverified and not traced and _PASS.get() is None:
         plan = _verified(module, plan)
     if traced:
         forward_pass: ForwardContext | None = None if plan is None else plan.state.traced
@@ -227,8 +227,8 @@ def find_pass(
 
 def _verified(module: Any, plan: LayerPlan) -> LayerPlan | None:
     """A layer's plan with its rotation verified, where a pass began with `model.forward`, which calls no hooks."""
-    if plan.state.unverified is not None and (model := model_of(plan.state)) is not None:
-        plan.state.unverified(plan.state, model)
+    if (model := model_of(plan.state)) is not None:
+        plan.state.verify(model)
     return plan_of(module)
 
 
@@ -291,13 +291,13 @@ def _prepare(state: AttentionState, model: Any) -> None:
 
     ValueError: its configs do not say what it runs.
     """
-    if state.unverified is not None:
-        state.unverified(state, model)
+    if state.unverified:
+        state.verify(model)
     arrangement = state.arrangement or state.arrange(View(model))
     if not arrangement.is_described:
         raise ValueError(_REPLACED)
-    if not arrangement.is_current and state.renew is not None:
-        state.renew(state, model)
+    if not arrangement.is_current:
+        state.renew(model)
 
 
 def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:
@@ -353,7 +353,7 @@ def _find_token_axes(forward_pass: ForwardContext, remapped: bool) -> None:
     if not remapped:  # the keys that it writes are not known then
         return
     if known is not None and known.shape[-1] != held:
-        raise ValueError(_UNKNOWN.format(held=held, known=known.shape[-1]))
+        raise ValueError(_UNKNOWN_AXES.format(held=held, known=known.shape[-1]))
     if positions is None:
         raise ValueError(_SAY)
     own = (positions if positions.ndim > 2 else positions[None])[-3:]  # of four the first numbers the text
@@ -382,8 +382,8 @@ def _check_token_axes(forward_pass: ForwardContext, state: AttentionState, model
     if changed and any(map(is_compiled, model.modules())):
         raise NotImplementedError(COMPILED)
     sources = [plan.rotary for plan in changed if plan.rotary is not None]
-    if state.by_axis is not None and any(source.axis is None and not source.still for source in sources):
-        state.by_axis(state, model, 4 if forward_pass.numbers_text else 3)
+    if any(source.axis is None and not source.still for source in sources):
+        state.find_axes(model, 4 if forward_pass.numbers_text else 3)
 
 
 def carry_token_axes(original: Callable[..., Any], self: Cache, *args: Any, **kwargs: Any) -> Any:

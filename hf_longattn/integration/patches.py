@@ -20,7 +20,7 @@ from ..user_warnings import warn
 from .internals import IMPLEMENTATION, get_implementation, is_part, set_implementation, tracing_context
 from .layers import View, language_config
 from .masks import own_implementation
-from .max_length import announce, announce_beside
+from .max_length import announce_beside, announce_running
 from .model import apply, change, say_what_runs, warn_of_lost_softcap, warn_untrained
 from .names import (
     PREFIX,
@@ -176,7 +176,7 @@ def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config
     model = out[0] if isinstance(out, tuple) else out
     view = View(model)
     keep_learned(view)
-    _announce(view)
+    announce_running(view)
     if (adapted := view.running) is not None and view.adapters and isinstance(asked, str) and not is_longattn_name(asked):
         warn(
             f"the adapter was trained under {adapted.name}, and runs under it: attn_implementation={asked!r} is for the "
@@ -185,12 +185,6 @@ def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, config
     if not record_in(model.config).saved:
         warn_untrained(view, view.running)
     return out
-
-
-def _announce(view: View) -> None:
-    """Set max_position_embeddings and its like to the length that the method was made for, or restore them."""
-    config = view.running
-    announce(view, None if config is None else config.extended_to)
 
 
 def _get_correct_attn_implementation(
@@ -304,7 +298,7 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
     original(self)
     warn_of_lost_softcap(view.layers)
     if not _LOADED.get():
-        _announce(view)
+        announce_running(view)
     ours = any(is_longattn_name(get_implementation(c)) for c in (self.config, language_config(self.config)))
     if (section := self.config.longattn) and not ours:
         if not is_whole(section):  # parameters as they are typed, not what a checkpoint saved

@@ -80,8 +80,7 @@ def put(view: View, config: LongAttnConfig, name: str, longer: int | None = None
     state.set_running(view, bound)
     for layer in view.layers:
         set_plan(layer.module, plans.get(layer.module))
-    unverified = any(plan.rotary is not None and not plan.rotary.verified for plan in plans.values())
-    state.unverified, state.by_axis, state.renew = verify_at_first_call if unverified else None, verify_axes, renew
+    state.unverified = any(plan.rotary is not None and not plan.rotary.verified for plan in plans.values())
     track_model(view.model)
     attach_learned_parts(view, facts)
     guard(view, state)
@@ -261,3 +260,6 @@ def no_layer(view: View, config: LongAttnConfig) -> str:
     if view.target is not None and (runs := get_implementation(view.target)):
         why = f"transformers left its language model under {runs!r}. Use hf_longattn.apply(model, ...)"
     return f"{config.name if config.methods else 'a method'} applies to 0 layers of {view.name}: {why}"
+
+
+AttentionState.verify, AttentionState.renew, AttentionState.find_axes = verify_at_first_call, renew, verify_axes

@@ -105,7 +105,7 @@ def rows_under(mask: Tensor | None, layer_call: LayerCall, q_len: int, kv_len: i
     context: MaskContext | None = None if layer_call.traced else existing_context(mask)
     if context is not None and context.rows is not None and context.kv_len == kv_len and context.positions is positions:
         return context
-    remapped = plan.state.remapped
+    remapped = plan.state.remapped and (forward_pass is None or forward_pass.probed is None)
     if shows_the_future(mask):
         raise ValueError(BOTH_WAYS.format("is_decoder=False or a like flag: its mask shows later tokens"))
     if not is_layout_mask(mask):  # the user's own, who may write to it, or to position_ids, before the next call
@@ -170,7 +170,7 @@ def _with_positions(
         return seen.rows
     if position_ids.device != seen.rows.index.device and readable(position_ids):
         position_ids = _on_host(seen, position_ids, kv_len, forward_pass)
-    position_ids = _one_axis(seen, position_ids, kv_len, remapped, alone=forward_pass is None or own_mask)
+    position_ids = _one_axis(seen, position_ids, kv_len, remapped)
     if not readable(seen.rows.index):
         return _traced(seen, position_ids, kv_len)
     rows, first, tokens, sees_cache = _resolve(seen, position_ids, kv_len, forward_pass)
@@ -288,7 +288,7 @@ def _of_text(seen: ParsedMask, forward_pass: ForwardContext, kv_len: int, held: 
     return call.cached[None, :, :held].clamp(min=0)
 
 
-def _one_axis(seen: ParsedMask, position_ids: Tensor, kv_len: int, remapped: bool, alone: bool) -> Tensor:
+def _one_axis(seen: ParsedMask, position_ids: Tensor, kv_len: int, remapped: bool) -> Tensor:
     """The position_ids (batch or 1, tokens) of a model that may have several axes of them (M-RoPE).
 
     Four axes are those of text and three that turn. Of fewer the first counts where all agree and it continues the cache, on
@@ -303,12 +303,13 @@ def _one_axis(seen: ParsedMask, position_ids: Tensor, kv_len: int, remapped: boo
     if position_ids.shape[0] > 3:
         return first
     agree = (position_ids == first).all()
-    if remapped and not readable(position_ids):
-        assert_later(agree, COMPILED)
-    elif remapped and alone and not bool(agree):
-        raise ValueError(_UNSEEN)
-    if not remapped:
-        agree = agree & _Numbered(seen, first, kv_len).known.all()
+    if remapped:  # pictures come as `ForwardContext.axes`, or not at all
+        if not readable(position_ids):
+            assert_later(agree, COMPILED)
+        elif not bool(agree):
+            raise ValueError(_UNSEEN)
+        return first
+    agree = agree & _Numbered(seen, first, kv_len).known.all()
     counted = torch.arange(first.shape[-1], device=first.device) + seen.first.to(first.device)
     return torch.where(agree, first, counted)
 

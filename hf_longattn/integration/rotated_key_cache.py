@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from ..core.rotated_keys import RotatedKeys
 from .internals import storage_of
 
 #: What it may take for a model, in all caches together.
-TURNED_BYTES = 2 << 30
+ROTATED_KEY_BYTES = 2 << 30
 
 
 class LayerKeys:
@@ -75,24 +76,30 @@ def drop_other_keys(kept: dict[int, LayerKeys], cache: Cache) -> None:
             del kept[n]
 
 
-def kept_keys(forward_pass: Any, number: int | None, q_len: int, by: Hashable, key: Tensor) -> RotatedKeys | None:
+def kept_keys(
+    cache: Any,
+    caches: WeakKeyDictionary[Cache, dict[int, LayerKeys]],
+    number: int | None,
+    q_len: int,
+    by: Hashable,
+    key: Tensor,
+) -> RotatedKeys | None:
     """Return the kept keys of a layer; None: they are not a plain dynamic cache's, or are met for the first time.
 
     Args:
-        forward_pass: the layer's `ForwardContext`.
+        cache: the pass's, or None.
+        caches: what the model keeps beside each cache, by the number of the layer.
         number: the layer's in the cache.
         q_len: how many keys the pass wrote.
         by: what the keys are turned by.
     """
-    cache, state = forward_pass.cache, forward_pass.state
-    if state is None or type(cache) is not DynamicCache or cache.offloading or number is None or number >= len(cache.layers):
+    if type(cache) is not DynamicCache or cache.offloading or number is None or number >= len(cache.layers):
         return None
     layer = cache.layers[number]
     if type(layer) is not DynamicLayer or layer.keys is not key or type(key) is not Tensor:
         return None
     if key.is_inference():
         layer.keys = key = _counted(key)
-    caches = state.rotated_keys
     if (kept := caches.get(cache)) is None:
         kept = caches[cache] = {}
     own = kept.get(number)
@@ -102,7 +109,8 @@ def kept_keys(forward_pass: Any, number: int | None, q_len: int, by: Hashable, k
     if own.follows or storage_of(key) != own.storage.cdata:
         own.serves = own.follows and key.shape[2] == own.length + q_len
         if own.serves and not own.turned.nbytes:
-            own.serves = sum(map(nbytes_of, list(caches.data.values()))) + key.nbytes <= TURNED_BYTES
+            taken = list(caches.data.values())  # type: ignore[attr-defined]  # in one step: other threads may add caches
+            own.serves = sum(map(nbytes_of, taken)) + key.nbytes <= ROTATED_KEY_BYTES
         own.note(key)
     return own.turned if own.serves else None
 

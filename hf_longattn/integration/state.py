@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -83,10 +83,11 @@ class AttentionState:
     whole_config: LongAttnConfig | None = None  # what the model runs
     arrangement: Arrangement | None = None  # of its layers when they were planned; copies have none, until their first pass
     layers: tuple[int, ...] = ()  # the numbers of `View.candidates`, as they were when the method came
-    # three functions of modules that import this one:
-    renew: Callable[..., None] | None = None  # `planning.renew`, for a pass that finds the model's layers changed
-    unverified: Callable[..., None] | None = None  # `verify.verify_at_first_call`; None: all rotations are verified
-    by_axis: Callable[..., None] | None = None  # `verify.verify_axes`, for the first pass with pictures
+    unverified: bool = False  # whether a rotation is yet to be verified, at the first call
+    # methods that modules which import this one define: `planning` puts them in as it is imported
+    verify: ClassVar[Callable[[AttentionState, Any], None]]
+    renew: ClassVar[Callable[[AttentionState, Any], None]]
+    find_axes: ClassVar[Callable[[AttentionState, Any, int], None]]
 
     passes: tuple[RemovableHandle, ...] = ()  # hooks around a forward pass: see `passes.hook_passes`
     traced: Any = None  # the `ForwardContext` that a graph is traced through

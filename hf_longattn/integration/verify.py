@@ -165,12 +165,12 @@ def verify_at_first_call(state: AttentionState, model: Any) -> None:
         view = View(model)
         # without one of our names it is disabled; without `unverified`, another thread has done it
         ours = any(is_longattn_name(get_implementation(c)) for c in view.configs)
-        if state.unverified is not None and ours and _computes(view):
+        if state.unverified and ours and _computes(view):
             plans = {x.module: plan for x in view.layers if (plan := plan_of(x.module)) is not None}
             for module, plan in verify_rotations(view, plans).items():
                 set_plan(module, plan)
             state.arrange(view)
-            state.unverified = None
+            state.unverified = False
 
 
 @torch.no_grad()

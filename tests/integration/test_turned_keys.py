@@ -96,7 +96,7 @@ def as_without(run: Callable[[], Tensor], served: list[int], tolerance: float = 
     got = run()
     assert served
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keeping, "TURNED_BYTES", -1)
+        patch.setattr(keeping, "ROTATED_KEY_BYTES", -1)
         served.clear()
         want = run()
         assert not served
@@ -392,7 +392,7 @@ def test_generate(how: dict[str, Any]) -> None:
 
     got = run()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keeping, "TURNED_BYTES", -1)
+        patch.setattr(keeping, "ROTATED_KEY_BYTES", -1)
         close(got, run())
 
 
@@ -409,7 +409,7 @@ def test_the_bound_holds_for_all_caches_together(served: list[int], monkeypatch:
         said(model, ids[:, :PREFIX], cache)
     steps(model, ids[:, PREFIX:12], caches[0])
     kept = keeping.nbytes_of(next(iter(state_of(model).rotated_keys.values())))
-    monkeypatch.setattr(keeping, "TURNED_BYTES", kept + 1)
+    monkeypatch.setattr(keeping, "ROTATED_KEY_BYTES", kept + 1)
     served.clear()
     steps(model, ids[:, PREFIX:12], caches[1])
     assert not served
@@ -459,5 +459,5 @@ def test_in_half_precision_keys_are_rounded_once_more(served: list[int]) -> None
     got = error()
     assert served
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keeping, "TURNED_BYTES", -1)
+        patch.setattr(keeping, "ROTATED_KEY_BYTES", -1)
         assert got <= 1.2 * error()

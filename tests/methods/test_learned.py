@@ -296,8 +296,10 @@ def test_learned_sinks_of_heads_that_nobody_tells_are_refused() -> None:
         )
 
 
-def test_other_methods_can_be_split() -> None:
-    m = hf_longattn.apply(stock("llama"), "infoscale+scale_invariant", train_length=4)
+@pytest.mark.parametrize("method", ["infoscale+scale_invariant:train_length=4", "rerope:window=2"])
+def test_other_methods_can_be_split(method: str) -> None:
+    """And a layer may be called outside of any pass."""
+    m = hf_longattn.apply(stock("llama"), method)
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, h, 6, HEAD_DIM) for h in (HEADS, 2, 2))
     mask, module = layout_mask(1, 6, 6, config=m.config), m.model.layers[0].self_attn

@@ -2,7 +2,7 @@
 
 What depends on positions alone (which keys are seen, how they are turned, gain and bias of each) is prepared once; a layer is
 then a few products. Keys are turned, and divided by their norms, as they are read, unless whoever calls keeps what was made of
-them for the token before (see `turned`).
+them for the token before (see `rotated_keys`).
 """
 
 from __future__ import annotations
