@@ -46,8 +46,10 @@ def pieces(text: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    for name in ("bible", "faq", "perl", "python"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--bible", type=Path, required=True)
+    parser.add_argument("--faq", type=Path, required=True)
+    parser.add_argument("--perl", type=Path, required=True)
+    parser.add_argument("--python", type=Path, required=True)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     sources = {
