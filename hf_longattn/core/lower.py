@@ -67,7 +67,7 @@ def segments(call: Call) -> list[Segment]:
     """The segments that a call's config makes of its rows, empty ones too."""
     i = call.rows.query_positions() if call.config.key_intervals else None
     named = [[((m, n), interval) for n, interval in enumerate(m.intervals(i))] for m in call.config.key_intervals]  # type: ignore[arg-type]
-    # from how an interval is turned to the first interval that is: kept keys are shared by it. Dynamo cannot compare functions
+    # the first interval of each way to turn keys: those turned alike share kept keys. Dynamo cannot compare functions
     alike: dict[Hashable, int] | None = None if torch.compiler.is_compiling() else {}
     return [_segment(call, intervals, alike) for intervals in itertools.product(*named)]
 

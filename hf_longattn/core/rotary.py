@@ -83,7 +83,7 @@ class RotationDelta(NamedTuple):
         remap: from positions to those shown (see `slots.base.Remap`).
         spectrum: from the model's frequencies to those that these are shown at, and a factor; None: the model's.
         name: identifies remap and spectrum in tables, where angles are kept.
-        interval: the number of the first of its method's intervals that is turned alike, by which kept keys are shared.
+        interval: its number among its method's; of several that turn keys alike the first one's, whose kept keys all read.
     """
 
     rotation: Rotation | None

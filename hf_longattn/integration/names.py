@@ -106,7 +106,7 @@ def name_for(config_name: str) -> str:
 
 
 class NameOf(str):
-    """The name of an attention with the method that a model runs under it, which TRL loads a trainer's reference model by."""
+    """The name of a model's attention, and its method: TRL loads a reference model by the name, which so gets both."""
 
     __slots__ = ("method",)
 

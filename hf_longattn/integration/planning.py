@@ -89,8 +89,9 @@ def put(view: View, config: LongAttnConfig, name: str, longer: int | None = None
 
 
 def settle(view: View) -> None:
-    """Plan a model anew if its layers, or configs, are no longer those that its method was put into (see `is_settled`): the
-    method goes into all its layers, and into all its configs.
+    """Plan a model anew if its layers or configs have changed since its method came (see `is_settled`).
+
+    The method then goes into all of them.
 
     Raises:
         ValueError: the config differs by layer, and layers have changed their numbers; they are also those of another model;

@@ -293,9 +293,6 @@ def _one_axis(seen: ParsedMask, position_ids: Tensor, kv_len: int, remapped: boo
 
     Four axes are those of text and three that turn. Of fewer the first counts where all agree and it continues the cache, on
     which a remap insists; in and behind pictures, whose tokens are at several positions each, tokens are counted.
-
-    Args:
-        alone: whether a layer is called by itself, or under a mask of the user's.
     """
     if position_ids.ndim == 2:
         return position_ids

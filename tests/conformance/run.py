@@ -161,7 +161,7 @@ def page(results: dict[str, Any]) -> str:
         "the distribution has none, run under sdpa and with one of our methods as the default attention. Cells count tests.",
         "",
         f"`make conformance` wrote this page from [conformance.json](conformance.json): {results['versions']}, "
-        f"{results['date']}, {results['minutes']} minutes of one core.",
+        f"{results['date']}; the clocks of all tests add up to {results['minutes']} minutes.",
         "",
         "| family | pass under sdpa | are skipped | fail | " + " | ".join(f"`{n}`: as sdpa" for n in results["names"]) + " |",
         "|---|" + "---|" * (3 + len(results["names"])),

@@ -209,7 +209,7 @@ class FewOnCPU:
         self.streams &= self.fold is None or self.cosine is not None
         self.streams &= plan.query.shape[3] == plan.value.shape[3]
         self.masks = [None if one.own is None or not self.streams else self._added(one.own) for one in self.segments]
-        #: whether scaling is part of what rows are turned by, or of the gain; where rows are rounded they keep their length
+        #: True: what turns rows, or the gain, is multiplied by scaling once; not where rows may be in half precision
         self.scaled = not self.streams and self.fold is None and not self.softcap
         self._prepare_turns(plan.query.shape[3])
         self.scaled &= spec.gain is not None or self.turns is not None
