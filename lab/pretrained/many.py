@@ -10,6 +10,8 @@ from lab.pretrained import paired
 from lab.pretrained.runner import RESULTS, parts
 
 RESULT = RESULTS / "headline-many.json"
+#: One of these texts, read on a CPU in float32.
+ELSEWHERE = RESULTS / "headline-many-cpu.json"
 #: Columns of the table: what `paired.losses` calls it, and its head.
 COLUMNS = {"all": "all copies", "near": "near", "far": "far", "within": "text within", "beyond": "text beyond"}
 
@@ -34,6 +36,7 @@ def contents() -> Contents:
     `<!-- many less: KIND | other -->`: every setting less another, over texts; of `| label | ...` behind it, these.
     `<!-- many better: KIND | one | other | what -->`: a number of a sentence, of `COLUMNS`, by how much one is better; with
     "count" behind, on how many texts.
+    `<!-- many elsewhere: -->`: the largest difference of a mean loss from that of the same reading on a CPU.
     """
 
     def read(kind: str) -> list[Row]:
@@ -57,4 +60,10 @@ def contents() -> Contents:
             raise ValueError(f"a page says that {one} is better than {other} ({what}): {value:+.3f}")
         return f"{-value:.3f} ± {half:.3f}"
 
-    return {"many less": less, "many better": better}
+    def elsewhere(_: str) -> str:
+        read = {(row["text"], row["name"]): row for row in RowFile(RESULT)}
+        pairs = [(row, read[row["text"], row["name"]]) for row in RowFile(ELSEWHERE)]
+        apart = [abs(mean(paired.losses(a, w)) - mean(paired.losses(b, w))) for a, b in pairs for w in ("all", "prose")]
+        return f"{max(apart):.3f}"
+
+    return {"many less": less, "many better": better, "many elsewhere": elsewhere}
