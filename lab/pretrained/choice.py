@@ -13,7 +13,7 @@ from hf_longattn.evaluation.statistics import mean_interval
 from hf_longattn.slots.method import ModelFacts
 from hf_longattn.slots.registry import method
 from lab.markdown import Contents
-from lab.pretrained import paired
+from lab.pretrained import many, paired
 from lab.pretrained.copies import CHOOSING
 from lab.pretrained.reading_far import SEGMENT
 from lab.pretrained.runner import RESULTS, rows_of
@@ -44,8 +44,14 @@ def measured() -> dict[str, list[Row]]:
 
 def gained(name: str, times: str) -> str:
     """By how much less it loses on copies from farther back than the trained length, in SmolLM2 and in Gemma 3."""
-    cells = []
-    for column, model in ((times, ""), (f"gemma {times}", "Gemma 3: ")):
+    cells, columns = [], [(times, ""), (f"gemma {times}", "Gemma 3: ")]
+    if times == "twice" and (read := SETTINGS[name].get("forty texts")):
+        setting, *others = read
+        found = many.differences(list(RowFile(many.RESULT)), setting, *(others or ["unmodified"]), "far")
+        mean, half = mean_interval(found)
+        cells.append(f"{-mean:+.3f} ± {half:.3f}" + (" on `rerope`" if others else "") + ", forty texts")
+        del columns[0]
+    for column, model in columns:
         setting, *others = SETTINGS[name].get(column, [""])
         pairs = paired.by_text(measured()[column], setting, *(others or ["unmodified"]))
         if found := paired.differences(pairs, "far"):
