@@ -1,4 +1,4 @@
-# make demo | check | margins | test | test-lab | docs | bench | report | theory | gpu | compile-cuda | engines | vllm | conformance | coverage | coverage-models
+# make demo | check | margins | test | test-lab | docs | bench | report | theory | gpu | gpu-all | compile-cuda | engines | vllm | conformance | coverage | coverage-models
 #      survival | test-oldest | test-newest | test-main | test-python | release | clean
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
@@ -18,7 +18,7 @@ AREA = $(if $(T),$(or $(wildcard tests/$(T:tests/%=%)),$(wildcard $(IN_TESTS)),-
 MAINS := git+https://github.com/huggingface/transformers git+https://github.com/huggingface/peft
 PACKAGES = import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: demo test test-lab check lint margins docs site bench report theory reproduce gpu compile-cuda engines vllm conformance coverage coverage-models survival
+.PHONY: demo test test-lab check lint margins docs site bench report theory reproduce gpu gpu-all compile-cuda engines vllm conformance coverage coverage-models survival
 .PHONY: test-oldest test-newest test-main test-python wheel release-check release clean
 .PRECIOUS: %/bin/pip %/.layered
 
@@ -67,6 +67,9 @@ reproduce: $(VENV)/.dev  ## the papers' experiments: the list with its cost (ARG
 
 gpu:  ## on a machine with a CUDA GPU and its own torch: exactness and timings, one ROW a line (ARGS="whole --methods rerope")
 	PYTHONPATH=. python3 lab/speed/gpu.py $(ARGS)
+
+gpu-all:  ## the same in six minutes: what is compared side by side, then what is timed (ARGS="LOGS")
+	PYTHONPATH=. python3 lab/speed/gpu_all.py $(ARGS)
 
 compile-cuda: $(CUDA)/.dev  ## every Triton kernel to machine code for an H100, an A100 and an RTX 4090, without one, by the oldest triton and the pinned
 	$(CUDA)/bin/python tests/kit/compile_kernels.py --targets 90 80 89 --head-dims 64 128 256 --dtypes bfloat16 $(ARGS)
