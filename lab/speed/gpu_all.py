@@ -47,10 +47,8 @@ def run(name: str, seconds: float, words: Sequence[str], args: argparse.Namespac
         except subprocess.TimeoutExpired:
             ended = "stopped"
     text = log.read_text(encoding="utf-8")
-    print(
-        f"{name}: {ended}, {text.count('ROW ')} rows, {text.count('"error": ')} errors, {time.perf_counter() - begun:.0f} s",
-        flush=True,
-    )
+    rows, errors = text.count("ROW "), text.count('"error": ')
+    print(f"{name}: {ended}, {rows} rows, {errors} errors, {time.perf_counter() - begun:.0f} s", flush=True)
 
 
 def main() -> None:
