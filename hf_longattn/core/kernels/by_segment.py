@@ -12,7 +12,7 @@ from torch import Tensor
 from ..geometry import AttentionLayout
 from ..plan import AttentionPlan
 from ..rotated_keys import Keep
-from ..tracing import readable
+from ..tracing import readable, shareable
 from .kernel import MASK_VALUE, KernelCall, Result
 from .rotate import rotate
 
@@ -105,6 +105,10 @@ class BySegment:
         """Make a kernel call of each segment, with positions, score and temperature by length, but none by entropy."""
         if self.widens:
             query, key = query.to(self.wide), key.to(self.wide)
+        if (
+            isinstance(factor, Tensor) and self.fold is None and not self.spec.softcap
+        ):  # turning keeps it: once for all segments
+            query, factor = _scaled(query, factor), None
         calls = [self._turned(*segment, query, key, value) for segment in self.segments]
         if self.fold is not None:
             calls = [_folded(call, self.fold) for call in calls]
@@ -148,7 +152,15 @@ def _scored(call: KernelCall, factor: float | Tensor) -> KernelCall:
         factor = call.query.new_full((1, 1, 1), factor, dtype=torch.promote_types(call.query.dtype, torch.float32))
     if call.spec.softcap:
         return call._replace(spec=dataclasses.replace(call.spec, row_scale=factor.expand(call.query.shape[:3])))
-    return call._replace(query=(call.query * factor[..., None]).to(call.query.dtype))
+    return call._replace(query=_scaled(call.query, factor))
+
+
+def _scaled(query: Tensor, factor: Tensor) -> Tensor:
+    """Multiply queries by a factor for each row, rounded once: in one pass over memory where nothing is differentiated."""
+    taped = torch.is_grad_enabled() and (query.requires_grad or factor.requires_grad)
+    if taped or not shareable(query):
+        return (query * factor[..., None]).to(query.dtype)
+    return torch.mul(query, factor[..., None], out=torch.empty_like(query))
 
 
 def _tempered(call: KernelCall, factor: Tensor) -> KernelCall:
