@@ -105,10 +105,8 @@ class BySegment:
         """Make a kernel call of each segment, with positions, score and temperature by length, but none by entropy."""
         if self.widens:
             query, key = query.to(self.wide), key.to(self.wide)
-        if (
-            isinstance(factor, Tensor) and self.fold is None and not self.spec.softcap
-        ):  # turning keeps it: once for all segments
-            query, factor = _scaled(query, factor), None
+        if isinstance(factor, Tensor) and self.fold is None and not self.spec.softcap:
+            query, factor = _scaled(query, factor), None  # once for all segments: to turn a query keeps its length
         calls = [self._turned(*segment, query, key, value) for segment in self.segments]
         if self.fold is not None:
             calls = [_folded(call, self.fold) for call in calls]
