@@ -100,7 +100,7 @@ def test_committed_rows_are_not_measured_again(program: Program, tmp_path: Path)
     for length, name, dtype, adapter, whole, segment in {
         (r["length"], r.get("text") or r["book"], r["dtype"], r.get("adapter"), r.get("whole"), r.get("segment")) for r in kept
     }:
-        args = Namespace(model=Path("SmolLM2-135M-Instruct"), result=result, only="", dtype=dtype)
+        args = Namespace(model=Path("SmolLM2-135M-Instruct"), result=result, only="", dtype=dtype, device="cpu")
         args.adapter, args.whole, args.segment, args.length = adapter and Path(adapter), whole, segment, [length]
         experiment = program.experiment(Text(Path(f"{name}.txt"), torch.zeros(1, 0), length, 8192), args)
         found += sum(cell.name in experiment.rows for cell in experiment.cells)
