@@ -35,11 +35,13 @@ NOT_MEASURED = "–"
 
 @functools.cache
 def measured() -> dict[str, list[Row]]:
-    """Rows by the columns of `SETTINGS`: of one novel read whole, and of longer texts of which the end is read."""
+    """Rows by the columns of `SETTINGS`: of a novel and of forty texts read whole, and of longer ones of which the end is."""
     novel = [r for r in rows_of("longer-smollm2.json") if (r["text"], r["length"], "adapter" in r) == (NOVEL, 16384, False)]
     rows = [r for r in rows_of("reading-*.json") if r["segment"] != SEGMENT and "adapter" not in r]
     far = paired.by_words(rows, ("model", "length"), CHOOSING)
-    return {"twice": novel} | {column: far([model, str(length)]) for (model, length), column in FAR.items()}
+    return {"twice": novel, "forty texts": list(RowFile(many.RESULT))} | {
+        column: far([model, str(length)]) for (model, length), column in FAR.items()
+    }
 
 
 def gained(name: str, times: str) -> str:
@@ -47,7 +49,7 @@ def gained(name: str, times: str) -> str:
     cells, columns = [], [(times, ""), (f"gemma {times}", "Gemma 3: ")]
     if times == "twice" and (read := SETTINGS[name].get("forty texts")):
         setting, *others = read
-        found = many.differences(list(RowFile(many.RESULT)), setting, *(others or ["unmodified"]), "far")
+        found = many.differences(measured()["forty texts"], setting, *(others or ["unmodified"]), "far")
         mean, half = mean_interval(found)
         cells.append(f"{-mean:+.3f} ± {half:.3f}" + (" on `rerope`" if others else "") + ", forty texts")
         del columns[0]
