@@ -68,7 +68,7 @@ reproduce: $(VENV)/.dev  ## the papers' experiments: the list with its cost (ARG
 gpu:  ## on a machine with a CUDA GPU and its own torch: exactness and timings, one ROW a line (ARGS="whole --methods rerope")
 	PYTHONPATH=. python3 lab/speed/gpu.py $(ARGS)
 
-gpu-all:  ## the same in six minutes: what is compared side by side, then what is timed (ARGS="LOGS")
+gpu-all:  ## the same in seven minutes at most: what is compared side by side, then what is timed (ARGS="LOGS")
 	PYTHONPATH=. python3 lab/speed/gpu_all.py $(ARGS)
 
 compile-cuda: $(CUDA)/.dev  ## every Triton kernel to machine code for an H100, an A100 and an RTX 4090, without one, by the oldest triton and the pinned

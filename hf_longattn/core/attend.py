@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -15,10 +14,9 @@ from .geometry import AttentionLayout, check_mask, check_positions, check_shapes
 from .kernels import few
 from .kernels.kernel import Kernel, KernelFailure
 from .lower import lower
-from .plan import MOST_PLANS, AttentionPlan, Learned, plan_key, plans
+from .plan import MOST_PLANS, AttentionPlan, plan_key, plans
 from .reference import dense_attention
 from .rotary import Rotation
-from .rotated_keys import Keep
 from .stages import finish
 from .tracing import readable, shareable
 
@@ -103,32 +101,6 @@ def attend(call: Call) -> Tensor:
             raise
         plans(call.rows).clear()
         return attend(call)
-
-
-def attend_again(
-    made: Mapping[Hashable, AttentionPlan],
-    method_id: Hashable,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float,
-    softcap: float | None,
-    learned: Learned,
-    sink_logits: Tensor | None,
-    keep: Keep | None,
-) -> Tensor | None:
-    """`attend` by a plan that another layer has made over the same rows, without a `Call`: no dropout, no gradients.
-
-    Returns:
-        None: there is no such plan, or its kernel failed, which then is not chosen again.
-    """
-    plan = made.get(plan_key(method_id, query, key, value, scaling, softcap, learned, sink_logits))
-    if plan is None:
-        return None
-    try:
-        return plan.run(query, key, value, learned, sink_logits, keep)
-    except KernelFailure:
-        return None
 
 
 def plan_of(call: Call) -> AttentionPlan:

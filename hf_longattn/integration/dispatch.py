@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ..config import LongAttnConfig
-from ..core.attend import attend, attend_again
+from ..core.attend import attend
 from ..core.call import Call
 from ..core.geometry import AttentionLayout
-from ..core.plan import AttentionPlan, plans
+from ..core.kernels.kernel import KernelFailure
+from ..core.plan import AttentionPlan, plan_key, plans
 from ..core.reference import dense_attention
 from ..core.rotated_keys import Keep
 from ..slots.learned import learned_parts
@@ -126,10 +127,13 @@ def _attend(
         sinks = own(sinks) if sinks is not None and sinks.shape[0] == plan.heads else sinks
     method_id = None if traced or config is not plan.config else plan.method_id
     if made and method_id is not None and not (layer_call.dropout or plan.observer or torch.is_grad_enabled()):
-        keep = _keep(layer_call, query)
-        out = attend_again(made, method_id, query, key, value, scaling, layer_call.softcap, learned, sinks, keep)
-        if out is not None:
-            return out.transpose(1, 2).contiguous(), None
+        ready = made.get(plan_key(method_id, query, key, value, scaling, layer_call.softcap, learned, sinks))
+        if ready is not None:
+            try:
+                out = ready.run(query, key, value, learned, sinks, _keep(layer_call, query))
+                return out.transpose(1, 2).contiguous(), None
+            except KernelFailure:  # which said so: another kernel is chosen
+                pass
     call = Call(
         query,
         key,

@@ -105,6 +105,7 @@ ANSWERS = Program(
     runner.adapter_option,
     lengths=(8192, 16384, 32768),
     spare=0,
+    gpu=True,
 )
 
 

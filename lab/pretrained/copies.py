@@ -54,7 +54,7 @@ def measure(model: Any, text: Text, choice: Choice, args: argparse.Namespace) ->
     return measured(model, text.ids.to(model.device), copies, 2048) | described(choice, text.trained)
 
 
-COPIES = Program("copies", RESULT, PROTOCOL, settings, measure, options=options, spare=0)
+COPIES = Program("copies", RESULT, PROTOCOL, settings, measure, options=options, spare=0, gpu=True)
 
 
 # tables ---------------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def load(choice: Choice, text: Text, args: argparse.Namespace) -> Any:
-    return runner.load(with_adapter(choice, args.adapter), args.model, args.dtype, text.calibration, args.device)
+    return runner.load(with_adapter(choice, args.adapter), args.model, args.dtype, text.calibration)
 
 
 def key(text: Text, args: argparse.Namespace) -> dict[str, Any]:

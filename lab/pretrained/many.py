@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 from hf_longattn.evaluation.report import markdown
 from hf_longattn.evaluation.rows import Row, RowFile
 from hf_longattn.evaluation.statistics import mean_interval
@@ -19,11 +21,7 @@ COLUMNS = {"all": "all copies", "near": "near", "far": "far", "within": "text wi
 def differences(rows: list[Row], one: str, other: str, what: str) -> list[float]:
     """By text, the mean loss under one setting less that under another."""
     pairs = paired.by_text(rows, one, other)
-    return [mean(paired.losses(a, what)) - mean(paired.losses(b, what)) for a, b in pairs]
-
-
-def mean(losses: list[float]) -> float:
-    return sum(losses) / len(losses)
+    return [fmean(paired.losses(a, what)) - fmean(paired.losses(b, what)) for a, b in pairs]
 
 
 def shown(found: list[float]) -> str:
@@ -61,9 +59,9 @@ def contents() -> Contents:
         return f"{-value:.3f} ± {half:.3f}"
 
     def elsewhere(_: str) -> str:
-        read = {(row["text"], row["name"]): row for row in RowFile(RESULT)}
-        pairs = [(row, read[row["text"], row["name"]]) for row in RowFile(ELSEWHERE)]
-        apart = [abs(mean(paired.losses(a, w)) - mean(paired.losses(b, w))) for a, b in pairs for w in ("all", "prose")]
+        here = {(row["text"], row["name"]): row for row in read("all")}
+        pairs = [(row, here[row["text"], row["name"]]) for row in RowFile(ELSEWHERE)]
+        apart = [abs(fmean(paired.losses(a, w)) - fmean(paired.losses(b, w))) for a, b in pairs for w in ("all", "prose")]
         return f"{max(apart):.3f}"
 
     return {"many less": less, "many better": better, "many elsewhere": elsewhere}

@@ -138,6 +138,7 @@ class Program:
         load: see `load`.
         options: adds the program's own to the command line.
         spare: tokens behind the length that a text must have.
+        gpu: whether it runs on a GPU too, by --device; rows then name that.
     """
 
     file: str
@@ -151,6 +152,7 @@ class Program:
     lengths: tuple[int, ...] = (16384,)
     dtype: str | None = None
     spare: int = CALIBRATION
+    gpu: bool = False
 
     def main(self, doc: str, arguments: Sequence[str] | None = None) -> None:
         parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -160,7 +162,9 @@ class Program:
         parser.add_argument("--length", type=int, nargs="+", default=list(self.lengths))
         parser.add_argument("--only", default="", help="only settings whose name matches this regular expression")
         parser.add_argument("--dtype", default=dtype, help="default: %(default)s")
-        parser.add_argument("--device", default="cpu", help="default: %(default)s; one that a row names is a GPU's")
+        if self.gpu:
+            parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="default: %(default)s")
+        parser.set_defaults(device="cpu")
         parser.add_argument("--result", type=Path, default=self.result)
         self.options(parser)
         args = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""All that a GPU has to show in six minutes: `python lab/speed/gpu_all.py LOGS`, or `make gpu-all ARGS=LOGS`.
+"""Most of what a GPU has to show, in seven minutes at most: `python lab/speed/gpu_all.py LOGS`, or `make gpu-all ARGS=LOGS`.
 
 What is compared and what only has to run goes first, a process for each method, many beside one another, since most of it is
 compiling; then what is timed, one process at a time, with the programs that are compiled by then. Every process is stopped at
@@ -27,7 +27,7 @@ BESIDE: dict[str, tuple[str, ...]] = {
     "short": ("scale_invariant", "rerope", "adaptive_temperature", "infoscale", "dual_chunk", "alibi", "attention_sink"),
 }
 MOST = ("rerope", "scale_invariant", "infoscale", "adaptive_temperature", "rerope+infoscale")
-#: What is timed: a log's name, its seconds, and arguments of gpu.py. The least sure comes first.
+#: What is timed: a log's name, its seconds, and arguments of gpu.py. What has no rows yet comes first.
 TIMED: list[tuple[str, int, list[str]]] = [
     ("step", 60, ["step", "--methods", *MOST[:4], "cosscale", "dual_chunk"]),
     ("whole-8k", 60, ["whole", "--length", "8192", "--methods", *MOST, "cosscale", "dual_chunk", "alibi"]),

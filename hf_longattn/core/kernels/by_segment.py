@@ -106,7 +106,7 @@ class BySegment:
         if self.widens:
             query, key = query.to(self.wide), key.to(self.wide)
         if isinstance(factor, Tensor) and self.fold is None and not self.spec.softcap:
-            query, factor = _scaled(query, factor), None  # once for all segments: to turn a query keeps its length
+            query, factor = _scaled(query, factor), None  # once for all segments: a rotation leaves the factor as it is
         calls = [self._turned(*segment, query, key, value) for segment in self.segments]
         if self.fold is not None:
             calls = [_folded(call, self.fold) for call in calls]

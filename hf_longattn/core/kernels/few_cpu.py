@@ -27,9 +27,6 @@ KEY_ELEMENTS = 1 << 19
 #: Keys of a head that are then worked on at a time at least; as many heads as fit share the reading of their angles.
 KEYS = 1 << 9
 
-#: No context, made once: a layer counts the calls that it takes.
-_AS_IT_IS = contextlib.nullcontext()
-
 
 class SeenSegment(NamedTuple):
     """The keys of a segment that some row sees.
@@ -159,7 +156,7 @@ class FewOnCPU:
             out = self._fused(query, key, value, factor)
         else:
             run = self._streamed if self.streams and (kept is not None or not self.makes) else self._dense
-            with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else _AS_IT_IS:
+            with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else contextlib.nullcontext():
                 out = run(query, key, value, factor, sinks, kept)  # its products are to be as wide as its logits
         return out if self.blind is None else out.masked_fill(self.blind, 0.0)
 
