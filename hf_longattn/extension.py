@@ -13,8 +13,8 @@ from torch import nn
 from .config import LongAttnConfig, length_of
 from .integration import apply, get_config, rope
 from .integration.guards import position_tables
+from .integration.layer_methods import bound_in
 from .integration.layers import View
-from .integration.planning import bound_in
 from .methods.yarn_beyond import YarnBeyond
 from .slots.method import ModelFacts
 from .user_warnings import warn

@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 from .integration.internals import get_implementation
+from .integration.layer_methods import put
 from .integration.layers import View
 from .integration.model import Method, Model, apply, change, no_untrained_warning, uninstall
 from .integration.names import name_for
 from .integration.parameters import attach
-from .integration.planning import put
 from .slots.learned import container_of
 
 

@@ -36,10 +36,10 @@ from hf_longattn.evaluation.search import Scores, best, candidates, plan_copies,
 from hf_longattn.evaluation.settings import UNMODIFIED, Setting
 from hf_longattn.evaluation.statistics import mean_interval
 from hf_longattn.extension import PURPOSES
-from hf_longattn.integration import state, trained_length
+from hf_longattn.integration import changes, trained_length
+from hf_longattn.integration.layer_methods import bound_config
 from hf_longattn.integration.layers import language_config
 from hf_longattn.integration.model import running
-from hf_longattn.integration.planning import bound_config
 from hf_longattn.training.loss import CausalLoss, trained_by
 
 #: A checkpoint that was trained at 24 tokens and brings YaRN, with its temperature.

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from ..config import LongAttnConfig
 from ..core.attend import attend
 from ..core.call import Call
+from ..integration.layer_methods import bound_config
 from ..integration.layers import Layer
 from ..integration.observer import observe
-from ..integration.planning import bound_config
 from ..methods import LeakyReRope, OutputStandardise, ScaleInvariant
 from .measures.heads import copying_heads
 from .measures.sums import Options, Sums, collect

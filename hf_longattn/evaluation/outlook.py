@@ -16,7 +16,7 @@ from ..config import written
 from ..extension import extend, own_window
 from ..integration import apply, remove
 from ..integration.layers import View, candidates_of, language_config
-from ..integration.state import plan_of
+from ..integration.state import method_of
 from ..integration.trained_length import Trained, trained
 from .miniature import miniature
 
@@ -111,14 +111,14 @@ def _reach(model: Any, to: int, train_length: int | None) -> Reach:
 
 def changes(model: Any) -> str:
     """Describe the attention layers that a method changes, and those that it leaves alone with the reason."""
-    plans = [plan for x in candidates_of(model) if (plan := plan_of(x.module)) is not None]
-    done = Counter((written(p.config.methods, ["window"]), p.reason) for p in plans if p.config is not None)
-    alone = Counter(p.reason for p in plans if p.config is None)
+    methods = [method for x in candidates_of(model) if (method := method_of(x.module)) is not None]
+    done = Counter((written(p.config.methods, ["window"]), p.reason) for p in methods if p.config is not None)
+    alone = Counter(p.reason for p in methods if p.config is None)
     if len(done) == 1 and not alone:
         return f"{next(iter(done))[0]} in every attention layer"
-    parts = [f"{what} in {n} of {len(plans)} attention layers{f' ({why})' * bool(why)}" for (what, why), n in done.items()]
-    if not any(p.config is not None and p.config.positions for p in plans):
+    parts = [f"{what} in {n} of {len(methods)} attention layers{f' ({why})' * bool(why)}" for (what, why), n in done.items()]
+    if not any(p.config is not None and p.config.positions for p in methods):
         parts.insert(0, "nothing to remap: no distance that the model rotates by grows with the text")
     if alone:
-        parts.append("left alone: " + ", ".join(f"{n} of {len(plans)} ({why})" for why, n in alone.items()))
+        parts.append("left alone: " + ", ".join(f"{n} of {len(methods)} ({why})" for why, n in alone.items()))
     return "; ".join(parts)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ..config import LongAttnConfig
 from ..integration import apply
+from ..integration.layer_methods import bound_config
 from ..integration.model import running
-from ..integration.planning import bound_config
 from ..integration.saved_method import ADAPTER, method_in, saved_in
 from ..slots.method import ModelFacts
 from ..user_warnings import warn

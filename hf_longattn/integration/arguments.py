@@ -48,7 +48,7 @@ def check_arguments(layer_call: LayerCall, harmless: frozenset[str]) -> None:
         )
     if more.get("is_causal") is False:
         raise ValueError(BOTH_WAYS.format("is_causal=False"))
-    if layer_call.sliding_window is not None and not layer_call.plan.windowed:
+    if layer_call.sliding_window is not None and not layer_call.method.windowed:
         raise ValueError("this layer got a sliding window that its config does not announce: please report the model")
     if more.keys() <= harmless:
         return

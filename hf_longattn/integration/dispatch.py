@@ -56,23 +56,23 @@ def attention_forward(
         output (batch, q_len, heads, head_dim), and attention weights if output_attentions asks for them.
     """
     traced = torch.compiler.is_compiling()
-    forward_pass, plan, positions = find_pass(module, attention_mask, kwargs.get("position_ids"), traced)
-    layer_call = LayerCall(module, plan, forward_pass, positions, traced, dropout, scaling, softcap, sliding_window, kwargs)
+    forward_pass, method, positions = find_pass(module, attention_mask, kwargs.get("position_ids"), traced)
+    layer_call = LayerCall(module, method, forward_pass, positions, traced, dropout, scaling, softcap, sliding_window, kwargs)
     out: tuple[Tensor, Tensor | None]
     paged = is_paged(kwargs)
     exchanged = attention_mask is None and not paged and ulysses.is_exchanged(layer_call, query, key)
-    split = exchanged or plan.state.group is not None
+    split = exchanged or method.state.group is not None
     if forward_pass is not None and forward_pass.axes is not None and (split or paged):
         raise NotImplementedError(_PICTURES_IN_PARTS)
-    if plan.config is not None or split:
+    if method.config is not None or split:
         check_arguments(layer_call, HARMLESS_IN_PAGES if paged else HARMLESS)
     if split:
         out = ulysses.whole_sequence(layer_call, query, key, value, _over_rows), None
     elif paged:
-        out = paged_attention(layer_call, query, key, value, _over_rows if plan.config is not None else _left_alone), None
-    elif plan.config is None:
+        out = paged_attention(layer_call, query, key, value, _over_rows if method.config is not None else _left_alone), None
+    elif method.config is None:
         out = unmodified(layer_call, query, key, value, attention_mask)
-    elif forward_pass is not None and forward_pass.axes is not None and forward_pass.unchanged(plan):
+    elif forward_pass is not None and forward_pass.axes is not None and forward_pass.unchanged(method):
         out = _before_method(layer_call, query, key, value, attention_mask)
     else:
         out = _over_mask(layer_call, query, key, value, rows_under(attention_mask, layer_call, query.shape[2], key.shape[2]))
@@ -98,7 +98,7 @@ def _over_mask(
     weights, base, rows = layer_call.weights, context.base, context.rows
     assert rows is not None
     several = layer_call.forward_pass is not None and layer_call.forward_pass.axes is not None
-    if base is not None and not weights and not several and context.changes_nothing(layer_call.plan.identity_below):
+    if base is not None and not weights and not several and context.changes_nothing(layer_call.method.identity_below):
         return run_function(base.function(layer_call.module), layer_call, query, key, value, base.mask)
     if context.plans is None and not layer_call.traced:
         context.plans = plans(rows)
@@ -119,14 +119,17 @@ def _attend(
     Args:
         made: the plans over these rows, of which a layer in decoding takes its own without making a `Call`; None: makes one.
     """
-    plan, sinks, traced = layer_call.plan, layer_call.more.get("s_aux"), layer_call.traced
-    config, scaling = plan.config or _LEFT_ALONE, query.shape[-1] ** -0.5 if layer_call.scaling is None else layer_call.scaling
+    method, sinks, traced = layer_call.method, layer_call.more.get("s_aux"), layer_call.traced
+    config, scaling = (
+        method.config or _LEFT_ALONE,
+        query.shape[-1] ** -0.5 if layer_call.scaling is None else layer_call.scaling,
+    )
     learned = learned_parts(layer_call.module)
-    if query.shape[1] != plan.heads and (sinks is not None or any(m.head_dependent for m in config.methods)):
-        config, learned, own = of_these_heads(layer_call.module, query.shape[1], plan.heads, config, learned)
-        sinks = own(sinks) if sinks is not None and sinks.shape[0] == plan.heads else sinks
-    method_id = None if traced or config is not plan.config else plan.method_id
-    if made and method_id is not None and not (layer_call.dropout or plan.observer or torch.is_grad_enabled()):
+    if query.shape[1] != method.heads and (sinks is not None or any(m.head_dependent for m in config.methods)):
+        config, learned, own = of_these_heads(layer_call.module, query.shape[1], method.heads, config, learned)
+        sinks = own(sinks) if sinks is not None and sinks.shape[0] == method.heads else sinks
+    method_id = None if traced or config is not method.config else method.method_id
+    if made and method_id is not None and not (layer_call.dropout or method.observer or torch.is_grad_enabled()):
         ready = made.get(plan_key(method_id, query, key, value, scaling, layer_call.softcap, learned, sinks))
         if ready is not None:
             try:
@@ -144,17 +147,17 @@ def _attend(
         softcap=layer_call.softcap,
         dropout=layer_call.dropout,
         learned=learned,
-        rotation=None if plan.rotary is None else plan.rotary.rotation(query),
+        rotation=None if method.rotary is None else method.rotary.rotation(query),
         sink_logits=sinks,
-        tables=plan.state.tables,
+        tables=method.state.tables,
         # a graph reads the strength when it runs; it would be compiled anew for each number
-        strength=plan.state.strength if traced and not torch.compiler.is_exporting() else None,
+        strength=method.state.strength if traced and not torch.compiler.is_exporting() else None,
         method_id=method_id,
         keep=None if method_id is None else _keep(layer_call, query),
     )
     out, weights = dense_attention(call) if with_weights else (attend(call), None)
-    if plan.observer is not None:
-        plan.observer(dataclasses.replace(call, output=out))
+    if method.observer is not None:
+        method.observer(dataclasses.replace(call, output=out))
     return out.transpose(1, 2).contiguous(), weights
 
 

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ..core.tracing import assert_later, readable
 from .caches import cache_in, is_paged, record_of, values_of
 from .layers import View
-from .state import AttentionState, plan_of
+from .state import AttentionState, method_of
 from .trained_length import ORIGINAL, rope_settings
 
 _MIXED = (
@@ -77,7 +77,9 @@ def _entries(table: Any) -> int:
 
 def _border_hooks(view: View, state: AttentionState) -> list[RemovableHandle]:
     """Make the hooks that refuse a cache across longrope's border; none where no remapped layer has one."""
-    remapped = [(x, plan.rotary) for x in view.layers if (plan := plan_of(x.module)) is not None and plan.rotary is not None]
+    remapped = [
+        (x, method.rotary) for x in view.layers if (method := method_of(x.module)) is not None and method.rotary is not None
+    ]
     settings = [rope_settings(x.config, x.type) for x, _ in remapped]
     borders = {s[ORIGINAL] for s in settings if s.get("rope_type") == "longrope" and s["short_factor"] != s["long_factor"]}
     if not borders:

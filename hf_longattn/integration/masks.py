@@ -31,8 +31,8 @@ from ..config import LongAttnConfig
 from ..core.geometry import FAR, AttentionLayout
 from ..core.kernels.kernel import FEW_QUERIES
 from ..core.tracing import readable, sent
+from .config_records import before, raw_section
 from .internals import MaskInterval, interval_of
-from .names import before, raw_section
 
 INDEX_WIDTH = 6
 

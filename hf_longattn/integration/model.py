@@ -17,17 +17,19 @@ from torch import nn
 from ..config import LongAttnConfig, written
 from ..slots.learned import LearnedParts, container_of
 from ..user_warnings import warn
+from .changes import release, transaction, without_method
+from .config_records import before, raw_section
 from .internals import get_implementation, set_implementation
+from .layer_methods import put, settle
 from .layers import Layer, View, language_config
 from .masks import base_implementation
 from .max_length import announce_running
 from .model_facts import own_temperature
-from .names import before, is_longattn_name, name_for, raw_section
+from .names import is_longattn_name, name_for
 from .offload import is_empty
 from .parameters import attach
-from .planning import put, settle
 from .saved_method import method_in, record_in_adapters
-from .state import LayerPlan, is_settled, plan_of, release, set_plan, transaction, without_method
+from .state import LayerMethod, is_settled, method_of, set_method
 from .trained_length import Trained, published, recorded
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -66,7 +68,7 @@ def _changed(view: View) -> set[int]:
     """The layers that a method changes."""
     if view.running is None:
         return set()
-    return {x.index for x in view.layers if (plan := plan_of(x.module)) is not None and plan.config is not None}
+    return {x.index for x in view.layers if (method := method_of(x.module)) is not None and method.config is not None}
 
 
 def _put(view: View, config: LongAttnConfig, keep: Set[int] = frozenset()) -> None:
@@ -123,23 +125,23 @@ def change(model: nn.Module, waits: bool = False) -> Iterator[View]:
 def update(model: Model, **parameters: Any) -> Model:
     """Change parameters of the method that a model runs.
 
-    Changing `strength`, for schedules, costs nothing: no new plan, and no recompilation once it has been other than 1.
+    Changing `strength`, for schedules, costs nothing: no forward pass, and no recompilation once it has been other than 1.
     """
     with change(model) as view:
         settle(view)
         config = _running(view).replace(**parameters)
-        plans = {x.module: plan for x in view.of_target if (plan := plan_of(x.module)) is not None}
+        methods = {x.module: method for x in view.of_target if (method := method_of(x.module)) is not None}
         held, modules = raw_section(view.target), set(view.modules)
-        fits = plans and all(
-            p.whole_config is held and (p.rotary is None or p.rotary.module in modules) for p in plans.values()
+        fits = methods and all(
+            p.whole_config is held and (p.rotary is None or p.rotary.module in modules) for p in methods.values()
         )
         if not fits or parameters.keys() != {"strength"} or config.logit_map is None or not config.logit_map.blends:
             _put(view, config)
             return model
         view.state.set_running(view, config)
-        for module, plan in plans.items():
-            own = plan.config and plan.config.replace(**parameters)
-            set_plan(module, dataclasses.replace(plan, whole_config=config, config=own))
+        for module, method in methods.items():
+            own = method.config and method.config.replace(**parameters)
+            set_method(module, dataclasses.replace(method, whole_config=config, config=own))
     return model
 
 
@@ -285,26 +287,26 @@ def describe(model: nn.Module) -> Description:
     """
     view, rows = View(model), []
     for layer in view.layers:
-        plan = plan_of(layer.module)
+        method = method_of(layer.module)
         implementation = get_implementation(layer.module.config)
-        if plan is None or not is_longattn_name(implementation):
+        if method is None or not is_longattn_name(implementation):
             rows.append((layer.name, "unchanged", f"runs {implementation}"))
-        elif plan.config is None:
-            rows.append((layer.name, "unchanged", f"{plan.reason}, {_runs(layer.module.config)}"))
+        elif method.config is None:
+            rows.append((layer.name, "unchanged", f"{method.reason}, {_runs(layer.module.config)}"))
         else:
-            rows.append((layer.name, written(plan.config.methods), _how(plan)))
+            rows.append((layer.name, written(method.config.methods), _how(method)))
     known = None if view.target is None else recorded(view.target, view.target.longattn)
     own = own_temperature(view, [x for x in view.candidates if not x.why_not] or view.candidates) if view.candidates else None
     return Description(view.name, view.running, tuple(rows), known, own)
 
 
-def _how(plan: LayerPlan) -> str:
-    parts = [f"backend {plan.config.backend}"] if plan.config is not None else []
-    if plan.reason:
-        parts.append(f"not remapped: {plan.reason}")
-    elif plan.rotary is not None and not plan.rotary.verified:
+def _how(method: LayerMethod) -> str:
+    parts = [f"backend {method.config.backend}"] if method.config is not None else []
+    if method.reason:
+        parts.append(f"not remapped: {method.reason}")
+    elif method.rotary is not None and not method.rotary.verified:
         parts.append("rotation verified at the first call")
-    elif plan.config is not None and plan.config.backend in ("auto", "fused", "tiled") and _turns_keys(plan.config):
+    elif method.config is not None and method.config.backend in ("auto", "fused", "tiled") and _turns_keys(method.config):
         parts.append("keys in a DynamicCache turned once on a CPU")
     return ", ".join(parts)
 

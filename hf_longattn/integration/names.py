@@ -8,12 +8,13 @@ parameters may stand behind it ("rerope:window=4096"); they go into the section.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..config import CUSTOM, LongAttnConfig, names_in
 from ..slots.registry import LISTENERS, STOCK, did_you_mean, from_elsewhere, list_methods, meant
+from .config_records import raw_section
 from .internals import get_implementation
 
 PREFIX = "hf_longattn."
@@ -103,70 +104,6 @@ def name_for(config_name: str) -> str:
     name = config_name if is_longattn_name(config_name) else CUSTOM
     register_combination(name)
     return name
-
-
-class NameOf(str):
-    """The name of a model's attention, and its method: TRL loads a reference model by the name, which so gets both."""
-
-    __slots__ = ("method",)
-
-    method: LongAttnConfig
-
-    def __new__(cls, name: str, method: LongAttnConfig) -> NameOf:
-        self = super().__new__(cls, name)
-        self.method = method
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return NameOf, (str(self), self.method)
-
-
-class Before(NamedTuple):
-    """The attention that a config ran before its method; kept on the config, where the mask function sees it too."""
-
-    implementation: str  # what `remove` brings back
-    base: str  # what runs the layers that we leave alone: sdpa or eager, the two that a mask of ours can be turned into
-    windows: bool = True  # whether layers with a window are such: see `trained_length.window_hides`
-
-
-class ConfigRecord(NamedTuple):
-    """What is kept of a method with a config object.
-
-    Args:
-        section: what `config.longattn` shows: the `LongAttnConfig` that a model runs, or what a user wrote.
-        before: what ran before.
-        saved: it came with a checkpoint of ours.
-        named: the name that `config._attn_implementation` gives while the model runs the method of `section`.
-    """
-
-    section: Any = None
-    before: Before | None = None
-    saved: bool = False
-    named: NameOf | None = None
-
-
-def record_in(config: Any) -> ConfigRecord:
-    """Return the record of a config. One that was read before this package was imported has its section by its plain name."""
-    of = vars(config)
-    return of.get("_longattn") or ConfigRecord(of.get("longattn"))
-
-
-def before(config: Any) -> Before | None:
-    """Return what a config ran before its method; None: there is no config, or no method came."""
-    return None if config is None else record_in(config).before
-
-
-def set_record(config: Any, **changes: Any) -> None:
-    """Change a config's record: put another in its place."""
-    if "section" in changes:
-        section, name = changes["section"], get_implementation(config)
-        changes["named"] = NameOf(name, section) if name is not None and isinstance(section, LongAttnConfig) else None
-    vars(config)["_longattn"] = record_in(config)._replace(**changes)
-
-
-def raw_section(config: Any) -> Any:
-    """Return what is behind `config.longattn`: a user's dict, or the `LongAttnConfig` of a model that runs a method."""
-    return record_in(config).section
 
 
 def parsed_config(config: Any) -> LongAttnConfig | None:

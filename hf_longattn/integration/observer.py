@@ -11,11 +11,13 @@ from torch import nn
 
 from ..config import CUSTOM, LongAttnConfig
 from ..core.call import Call
+from .changes import CALLS, changing, remember, snapshot
+from .config_records import raw_section
 from .internals import get_implementation, set_implementation
+from .layer_methods import settle
 from .layers import Layer, View
-from .names import is_longattn_name, raw_section
-from .planning import settle
-from .state import CALLS, AttentionState, LayerPlan, changing, plan_of, remember, set_plan, snapshot
+from .names import is_longattn_name
+from .state import AttentionState, LayerMethod, method_of, set_method
 
 #: Called after every attention call of an observed layer.
 Observer = Callable[[Layer, Call], None]
@@ -50,7 +52,7 @@ def observe(model: nn.Module, observer: Observer, layers: Iterable[int] | None =
 
 
 def _observe(view: View, observer: Observer, named: set[int] | None) -> list[Layer]:
-    """Put the observer into the plans of all layers, or of those named; returns these layers."""
+    """Put the observer into the methods of all layers, or of those named; returns these layers."""
     settle(view)
     config, state, observed = view.target, view.state or AttentionState(), []
     left_alone: dict[int, str] = {}
@@ -61,19 +63,19 @@ def _observe(view: View, observer: Observer, named: set[int] | None) -> list[Lay
         state.set_running(view, LongAttnConfig())
     whole = None if config is None else raw_section(config)
     for layer in view.of_target:
-        plan, unchanged = plan_of(layer.module), layer.why_not
-        if plan is None or plan.whole_config is not whole:
+        method, unchanged = method_of(layer.module), layer.why_not
+        if method is None or method.whole_config is not whole:
             number = -1 if layer.why_never else layer.index
             heads = config.num_attention_heads
-            plan = LayerPlan(state, whole, None, unchanged or "", layer.windowed, heads, index=number)
-        if plan.config is None and not unchanged:
-            plan = dataclasses.replace(plan, config=LongAttnConfig())  # not in the method's `layers`: plain attention
-        if plan.config is None and not layer.why_never:
-            left_alone[layer.index] = plan.reason
-        elif plan.config is not None and (named is None or layer.index in named):
+            method = LayerMethod(state, whole, None, unchanged or "", layer.windowed, heads, index=number)
+        if method.config is None and not unchanged:
+            method = dataclasses.replace(method, config=LongAttnConfig())  # not in the method's `layers`: plain attention
+        if method.config is None and not layer.why_never:
+            left_alone[layer.index] = method.reason
+        elif method.config is not None and (named is None or layer.index in named):
             observed.append(layer)
-            plan = dataclasses.replace(plan, observer=functools.partial(observer, layer))
-        set_plan(layer.module, plan)
+            method = dataclasses.replace(method, observer=functools.partial(observer, layer))
+        set_method(layer.module, method)
     if missing := sorted((named or set()) - {x.index for x in observed}):
         why = ", ".join(f"{i} ({left_alone.get(i, 'not in this model')})" for i in missing)
         raise ValueError(f"these layers cannot be observed: {why}")

@@ -15,13 +15,13 @@ from ..user_warnings import warn
 from .internals import is_initialised
 from .layers import Layer, View
 from .offload import device_of, dtype_of, held, keep_learned
-from .state import plan_of
+from .state import method_of
 
 
 def attach_learned_parts(view: View, facts: ModelFacts) -> None:
     """Give the layers of a model the learned parts of what they are planned to run."""
     for layer in view.of_target:
-        config = plan.config if (plan := plan_of(layer.module)) is not None else None
+        config = method.config if (method := method_of(layer.module)) is not None else None
         attach(view.model, layer, () if config is None else config.methods, facts)
     keep_learned(view)
 

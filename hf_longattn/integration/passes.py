@@ -19,12 +19,13 @@ from transformers import Cache
 from ..config import LongAttnConfig
 from ..core.tracing import assert_later, readable
 from .caches import Numbering, cache_in, record_of, values_of
+from .config_records import raw_section
 from .gate import at_gate
-from .internals import frame_above, get_implementation, is_compiled, is_running
+from .internals import frame_above, get_implementation, is_compiled, is_running, modules_of
 from .layers import View
-from .names import raw_section
 from .rotated_key_cache import drop_other_keys
-from .state import AttentionState, LayerPlan, model_of, plan_of, refuse_abroad
+from .shared import model_of, refuse_abroad
+from .state import AttentionState, LayerMethod, method_of
 
 _AXES = "this call's tokens are at several positions each, as those of pictures are in a model with M-RoPE, and "
 COMPILED = _AXES + "a remap of rotary distances reads them where nothing is compiled: call without torch.compile"
@@ -72,7 +73,7 @@ class ForwardContext:
         held: the number of tokens in the cache when the pass began.
         frame: the Python frame that runs the pass; None after its end.
         whole_config: what the model ran as the pass began.
-        probed: plans that modules run in place of their own, where rotations are verified.
+        probed: methods that modules run in place of their own, where rotations are verified.
         axes: under a remap, the call's positions if tokens or cached keys have several each (M-RoPE): int64
             (axes, batch or 1, q_len); None: one each.
         of_keys: with `axes`, the positions of the cached keys, (axes, batch, keys), and, from the first layer on, of all keys.
@@ -87,7 +88,7 @@ class ForwardContext:
     held: int | Tensor = 0
     frame: FrameType | None = None
     whole_config: LongAttnConfig | None = None
-    probed: Mapping[nn.Module, LayerPlan] | None = None
+    probed: Mapping[nn.Module, LayerMethod] | None = None
     axes: Tensor | None = None
     of_keys: Tensor | None = None
     longest: tuple[int, int] = (0, 0)
@@ -106,9 +107,9 @@ class ForwardContext:
         """True: its position_ids have an axis of the text's own, before those that turn."""
         return self.positions is not None and self.positions.ndim > 2 and len(self.positions) > 3
 
-    def unchanged(self, plan: LayerPlan) -> bool:
+    def unchanged(self, method: LayerMethod) -> bool:
         """Tell whether, in a pass with `axes`, a layer computes the same as without its method."""
-        (near, few), (position, tokens) = plan.limits, self.longest
+        (near, few), (position, tokens) = method.limits, self.longest
         return position < near and tokens <= few
 
     def note(self, behind: Numbering, tokens: Numbering, sees_cache: bool) -> None:
@@ -152,7 +153,7 @@ class LayerCall(NamedTuple):
     """
 
     module: Any
-    plan: LayerPlan
+    method: LayerMethod
     forward_pass: ForwardContext | None
     positions: Tensor | None  # the call's position_ids
     traced: bool
@@ -175,61 +176,61 @@ class LayerCall(NamedTuple):
 
 def find_pass(
     module: Any, mask: Tensor | None, handed: Tensor | None, traced: bool
-) -> tuple[ForwardContext | None, LayerPlan, Tensor | None]:
-    """The forward pass that a layer is called in, if there is one, the layer's plan in it, and the call's position_ids.
+) -> tuple[ForwardContext | None, LayerMethod, Tensor | None]:
+    """The forward pass that a layer is called in, if there is one, the layer's method in it, and the call's position_ids.
 
     Args:
         mask: the layer's, which knows its pass where a backward pass computes the layer again.
         handed: the position_ids that the layer got: the model may have made them itself.
 
     Raises:
-        ValueError: the module has no plan, or config.longattn was replaced behind its back.
+        ValueError: the module has no method, or config.longattn was replaced behind its back.
         RuntimeError: a backward pass computes the layer again, and the model runs another method than in the forward pass.
     """
-    plan: LayerPlan | None = module.__dict__.get("_longattn")  # as `plan_of`; a call costs as much as a small product
-    if plan is not None and plan.state.unverified and not traced and _PASS.get() is None:
-        plan = _verified(module, plan)
+    method: LayerMethod | None = module.__dict__.get("_longattn")  # as `method_of`; a call costs as much as a small product
+    if method is not None and method.state.unverified and not traced and _PASS.get() is None:
+        method = _verified(module, method)
     if traced:
-        forward_pass: ForwardContext | None = None if plan is None else plan.state.traced
+        forward_pass: ForwardContext | None = None if method is None else method.state.traced
     else:
         forward_pass = _PASS.get()
         if forward_pass is None and mask is not None and (context := mask.__dict__.get("_longattn")) is not None:
             forward_pass = context.forward_pass
         if forward_pass is not None and forward_pass.probed is not None:
-            plan = forward_pass.probed.get(module, plan)
-    if plan is None:
+            method = forward_pass.probed.get(module, method)
+    if method is None:
         raise ValueError(
             f"attention {get_implementation(module.config)!r} applies to 0 layers here: {type(module).__name__} was never "
             "prepared for it. Put it into the model with hf_longattn.apply(model, ...), or with attn_implementation= on a "
             "causal language model"
         )
     # within a pass it was compared as that began
-    if (traced or forward_pass is None) and plan.whole_config is not raw_section(module.config):
+    if (traced or forward_pass is None) and method.whole_config is not raw_section(module.config):
         raise ValueError(_REPLACED)
     if (
         forward_pass is not None
         and forward_pass.frame is None
         and not traced
-        and plan.index >= 0
-        and plan.whole_config != forward_pass.whole_config
+        and method.index >= 0
+        and method.whole_config != forward_pass.whole_config
     ):
         raise RuntimeError(_RECOMPUTED)
     if forward_pass is None:  # a layer by itself, or one that is compiled by itself
         if not traced:
-            refuse_abroad(module, plan)
-        return forward_pass, plan, _given_outside() if traced and handed is None else handed
+            refuse_abroad(module, method)
+        return forward_pass, method, _given_outside() if traced and handed is None else handed
     # a layer knows better which axis is the text's, and DeepSpeed hands it the positions of a whole sequence
     given = forward_pass.positions
     if given is None or (handed is not None and (given.ndim != 2 or given.shape[-1] != handed.shape[-1])):
         given = handed
-    return forward_pass, plan, given
+    return forward_pass, method, given
 
 
-def _verified(module: Any, plan: LayerPlan) -> LayerPlan | None:
-    """A layer's plan with its rotation verified, where a pass began with `model.forward`, which calls no hooks."""
-    if (model := model_of(plan.state)) is not None:
-        plan.state.verify(model)
-    return plan_of(module)
+def _verified(module: Any, method: LayerMethod) -> LayerMethod | None:
+    """A layer's method with its rotation verified, where a pass began with `model.forward`, which calls no hooks."""
+    if (model := model_of(method.state)) is not None:
+        method.state.verify(model)
+    return method_of(module)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -239,7 +240,7 @@ def _given_outside() -> Tensor | None:
 
 def hook_passes(view: View, state: AttentionState) -> None:
     """From now on each forward pass knows what it was given, and runs what the model does as it begins."""
-    state.remapped = any(plan.rotary is not None for plan in view.plans)
+    state.remapped = any(method.rotary is not None for method in view.layer_methods)
     if not state.passes:
         inner = view.inner  # which may be called without the others
         parameters = list(inspect.signature(type(inner).forward).parameters)[1:]
@@ -319,9 +320,9 @@ def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:
 
 
 @contextmanager
-def probing(state: AttentionState, plans: Mapping[nn.Module, LayerPlan]) -> Iterator[None]:
-    """While open, this thread's calls of a model's layers run plans that the model does not have."""
-    forward_pass = ForwardContext(current_pass(), state, frame=frame_above(2), probed=plans)  # of the `with`
+def probing(state: AttentionState, methods: Mapping[nn.Module, LayerMethod]) -> Iterator[None]:
+    """While open, this thread's calls of a model's layers run methods that the layers do not have."""
+    forward_pass = ForwardContext(current_pass(), state, frame=frame_above(2), probed=methods)  # of the `with`
     token = _PASS.set(forward_pass)
     try:
         yield
@@ -372,16 +373,16 @@ def _check_token_axes(forward_pass: ForwardContext, state: AttentionState, model
         ValueError: a remap is not defined for such tokens, or how the model turns them is not understood.
         NotImplementedError: some of its layers are compiled, which see one position.
     """
-    plans = [plan for m in model.modules() if (plan := plan_of(m)) is not None and plan.state is state]
-    changed = [plan for plan in plans if plan.rotary is not None and not forward_pass.unchanged(plan)]
-    for plan in changed:
-        remap = None if plan.config is None else plan.config.remap
+    methods = [method for m in modules_of(model) if (method := method_of(m)) is not None and method.state is state]
+    changed = [method for method in methods if method.rotary is not None and not forward_pass.unchanged(method)]
+    for method in changed:
+        remap = None if method.config is None else method.config.remap
         if remap is not None and remap.why_one_axis is not None:
-            near, position = plan.limits[0], forward_pass.longest[0]
+            near, position = method.limits[0], forward_pass.longest[0]
             raise ValueError(_UNDEFINED.format(name=remap.name, why=remap.why_one_axis, near=near, position=position))
-    if changed and any(map(is_compiled, model.modules())):
+    if changed and any(map(is_compiled, modules_of(model))):
         raise NotImplementedError(COMPILED)
-    sources = [plan.rotary for plan in changed if plan.rotary is not None]
+    sources = [method.rotary for method in changed if method.rotary is not None]
     if any(source.axis is None and not source.still for source in sources):
         state.find_axes(model, 4 if forward_pass.numbers_text else 3)
 

@@ -17,35 +17,22 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel, PreTrainedTok
 from ..config import CUSTOM, LongAttnConfig, is_whole, read_name
 from ..slots.registry import STOCK, method_class, parameters_of
 from ..user_warnings import warn
+from .changes import remember
+from .config_records import NameOf, Section, raw_section, record_in, set_record
 from .internals import IMPLEMENTATION, get_implementation, is_part, set_implementation, tracing_context
+from .layer_methods import prepare, refuse_name
 from .layers import View, language_config
 from .masks import own_implementation
 from .max_length import announce_beside, announce_running
 from .model import apply, change, say_what_runs, warn_of_lost_softcap, warn_untrained
-from .names import (
-    PREFIX,
-    SERVED,
-    TRIPWIRE,
-    NameOf,
-    hint,
-    is_longattn_name,
-    methods_in,
-    name_for,
-    ours_in,
-    raw_section,
-    record_in,
-    register_combination,
-    set_record,
-    short,
-)
+from .names import PREFIX, SERVED, TRIPWIRE, hint, is_longattn_name, methods_in, name_for, ours_in, register_combination, short
 from .offload import keep_learned, refuse_to_save
 from .parameters import initialise
 from .passes import carry_token_axes
 from .patch import Patch
-from .planning import prepare, refuse_name
 from .resume import train
 from .saved_method import by_number
-from .state import Section, own_configs, remember
+from .shared import own_configs
 from .trained_length import GIVEN, recorded
 
 #: What a composite config calls its language model's, and callers therefore also that of a model of text alone.

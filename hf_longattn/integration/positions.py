@@ -97,15 +97,15 @@ def rows_under(mask: Tensor | None, layer_call: LayerCall, q_len: int, kv_len: i
         NotImplementedError: there is no mask.
         ValueError: the mask or the positions have no meaning, or those of cached keys are unknown.
     """
-    positions, plan, forward_pass = layer_call.positions, layer_call.plan, layer_call.forward_pass
+    positions, method, forward_pass = layer_call.positions, layer_call.method, layer_call.forward_pass
     if mask is None:
         raise NotImplementedError(_NO_MASK + (_PARALLEL if layer_call.more.get("is_causal") else _ALONE))
-    if positions is None and forward_pass is None and plan.state.passes and not layer_call.traced:
+    if positions is None and forward_pass is None and method.state.passes and not layer_call.traced:
         raise ValueError(_UNSEEN)
     context: MaskContext | None = None if layer_call.traced else existing_context(mask)
     if context is not None and context.rows is not None and context.kv_len == kv_len and context.positions is positions:
         return context
-    remapped = plan.state.remapped and (forward_pass is None or forward_pass.probed is None)
+    remapped = method.state.remapped and (forward_pass is None or forward_pass.probed is None)
     if shows_the_future(mask):
         raise ValueError(BOTH_WAYS.format("is_decoder=False or a like flag: its mask shows later tokens"))
     if not is_layout_mask(mask):  # the user's own, who may write to it, or to position_ids, before the next call
@@ -117,8 +117,8 @@ def rows_under(mask: Tensor | None, layer_call: LayerCall, q_len: int, kv_len: i
                 raise ValueError(_OWN_MASK)
             return MaskContext().keep(_by_axis(seen, seen.rows, forward_pass, kv_len), positions, kv_len)
         rows = _with_positions(seen, positions, kv_len, remapped, forward_pass, own_mask=True)
-        if seen.counted is not None and plan.config is not None:
-            refuse_unknown_start(plan.config, rows, positions)
+        if seen.counted is not None and method.config is not None:
+            refuse_unknown_start(method.config, rows, positions)
         return MaskContext().keep(rows, positions, kv_len)
     seen = read_mask(mask, kv_len)
     context = MaskContext() if layer_call.traced or not readable(mask) else context_of(mask)

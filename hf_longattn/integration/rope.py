@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..core.tracing import readable
 from ..slots.method import require_in, require_positive
-from .internals import buffers_of
+from .internals import buffers_of, children_of, modules_of
 from .trained_length import ORIGINAL, rope_settings, trained
 
 Config = TypeVar("Config")
@@ -207,11 +207,8 @@ def _equal(now: Any, fresh: Any) -> bool:
 
 
 def _rotary_modules(model: Any) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Each rotary module of a model's text, with the module around it and its name there."""
     text = _text(model.config)
-    return [
-        (parent, name, module)
-        for parent in model.modules()
-        for name, module in parent.named_children()
-        if getattr(module, "config", None) is text
-        and any(b.endswith("inv_freq") for b, _ in module.named_buffers(recurse=False))
-    ]
+    named = [(parent, name, x) for parent in modules_of(model) for name, x in children_of(parent).items() if x is not None]
+    own = [x for x in named if vars(x[2]).get("config") is text]
+    return [x for x in own if any(b.endswith("inv_freq") for b in buffers_of(x[2]))]

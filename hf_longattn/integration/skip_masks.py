@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.masking_utils import create_masks_for_generate, create_sliding_window_causal_mask
 
 from .caches import CACHE
-from .names import before
+from .config_records import before
 from .trained_length import window_hides
 
 SLIDING = "sliding_attention"

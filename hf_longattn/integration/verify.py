@@ -1,4 +1,4 @@
-"""Verifying on a model itself the rotations that its layers' plans rely on."""
+"""Verifying on a model itself the rotations that its layers' methods rely on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .layers import Layer, View
 from .names import is_longattn_name
 from .passes import is_probing, probing
 from .rotation import FAR_APART, PROBE, Convention, RotarySource, find_axes, find_convention, find_rotary
-from .state import AttentionState, LayerPlan, plan_of, set_plan
+from .state import AttentionState, LayerMethod, method_of, set_method
 from .trained_length import CHANGING
 
 #: Why a layer is not remapped, or left alone where nothing else changes it.
@@ -30,11 +30,11 @@ NOT_ROTATED = "no rotary encoding"
 
 
 def rotation_of(view: View, layers: list[Layer]) -> RotarySource | None:
-    """The rotation of layers of one type: that of their plans if all have the same, which may be verified already, else a new
-    one to verify.
+    """The rotation of layers of one type: that of their methods if all have the same, which may be verified already, else a
+    new one to verify.
     """
     source = find_rotary(view.modules, view.target, layers[0].type)
-    running = {None if (plan := plan_of(x.module)) is None else plan.rotary for x in layers}
+    running = {None if (method := method_of(x.module)) is None else method.rotary for x in layers}
     known = running.pop() if len(running) == 1 else None
     same = (
         source is not None
@@ -46,26 +46,26 @@ def rotation_of(view: View, layers: list[Layer]) -> RotarySource | None:
 
 
 @torch.no_grad()
-def verify_rotations(view: View, plans: Mapping[nn.Module, LayerPlan]) -> dict[nn.Module, LayerPlan]:
-    """Check every rotation that plans rely on, by a forward pass of a few tokens; nothing is written to the model.
+def verify_rotations(view: View, methods: Mapping[nn.Module, LayerMethod]) -> dict[nn.Module, LayerMethod]:
+    """Check every rotation that methods rely on, by a forward pass of a few tokens; nothing is written to the model.
 
     Every attention module gets the first token's hidden state at every position, whatever the layers before made of it
     (recurrent ones tell equal tokens apart), so its queries and keys differ by their rotation alone.
 
     Args:
-        plans: of all its attention modules, as they are to be.
+        methods: of all its attention modules, as they are to be.
 
     Returns:
-        other plans for layers that do not rotate.
+        other methods for layers that do not rotate.
 
     Raises:
         ValueError: a rotation is not understood.
     """
-    rotated = [(x, plan) for x in view.layers if (plan := plans.get(x.module)) is not None and plan.rotary is not None]
-    sources = {x: plan.rotary for x, plan in rotated if plan.rotary is not None and not plan.rotary.verified}
+    rotated = [(x, method) for x in view.layers if (method := methods.get(x.module)) is not None and method.rotary is not None]
+    sources = {x: method.rotary for x, method in rotated if method.rotary is not None and not method.rotary.verified}
     if not sources or not _computes(view):
         return {}
-    computed = _probed(view, plans, list(sources), view.model)
+    computed = _probed(view, methods, list(sources), view.model)
     found: list[tuple[RotarySource, Convention | None, list[Layer]]] = []
     for source in dict.fromkeys(sources.values()):
         own = [x for x, other in sources.items() if other is source]
@@ -77,16 +77,16 @@ def verify_rotations(view: View, plans: Mapping[nn.Module, LayerPlan]) -> dict[n
             source, [(name, _unscaled(computed[name].query), computed[name].key) for name in ran]
         )
         found.append((source, convention, [x for x in own if x.index in {ran[name] for name in still}]))
-    _tell_of_nothing(view, plans, [x for _, _, alone in found for x in alone])
-    changed: dict[nn.Module, LayerPlan] = {}
+    _tell_of_nothing(view, methods, [x for _, _, alone in found for x in alone])
+    changed: dict[nn.Module, LayerMethod] = {}
     for source, convention, alone in found:
         source.convention = convention
-        changed |= unrotated(source, {x.module: plans[x.module] for x in alone})
+        changed |= unrotated(source, {x.module: methods[x.module] for x in alone})
     return changed
 
 
 def _probed(
-    view: View, plans: Mapping[nn.Module, LayerPlan], layers: list[Layer], called: Any, **given: Any
+    view: View, methods: Mapping[nn.Module, LayerMethod], layers: list[Layer], called: Any, **given: Any
 ) -> dict[str, Call]:
     """Return the calls of layers, by name, on one token repeated at PROBE positions.
 
@@ -95,15 +95,15 @@ def _probed(
         given: arguments of the call.
     """
     computed: dict[str, Call] = {}
-    probed = dict(plans)
+    probed = dict(methods)
     for x in layers:
         observer = functools.partial(computed.__setitem__, x.name)
-        probed[x.module] = replace(plans[x.module], config=LongAttnConfig(), rotary=None, observer=observer)
+        probed[x.module] = replace(methods[x.module], config=LongAttnConfig(), rotary=None, observer=observer)
     equal = [x.module.register_forward_pre_hook(_with_equal_tokens, with_kwargs=True) for x in view.layers if not x.why_never]
     try:
         device = view.model.get_input_embeddings().weight.device
         ids = torch.ones(1, PROBE, dtype=torch.int64, device="cpu" if device.type == "meta" else device)
-        with evaluating(view.model), probing(plans[layers[0].module].state, probed):
+        with evaluating(view.model), probing(methods[layers[0].module].state, probed):
             type(called).forward(called, input_ids=ids, use_cache=False, **given)  # the instance's may be a trainer's
     finally:
         for handle in equal:
@@ -117,11 +117,15 @@ def _unscaled(queries: Tensor) -> Tensor:
     return (queries * (norms[:, :, :1] / norms.clamp(min=torch.finfo(norms.dtype).tiny))).to(queries.dtype)
 
 
-def _tell_of_nothing(view: View, plans: Mapping[nn.Module, LayerPlan], alone: list[Layer]) -> None:
+def _tell_of_nothing(view: View, methods: Mapping[nn.Module, LayerMethod], alone: list[Layer]) -> None:
     """Raise where a remap finds no layer that rotates, or warn if others do, within windows of their own."""
-    config = plans[alone[0].module].config if alone else None
-    others = [plans.get(x.module) for x in view.layers if not x.why_never and x not in alone]
-    if config is None or config.positions is None or any(plan is not None and plan.rotary is not None for plan in others):
+    config = methods[alone[0].module].config if alone else None
+    others = [methods.get(x.module) for x in view.layers if not x.why_never and x not in alone]
+    if (
+        config is None
+        or config.positions is None
+        or any(method is not None and method.rotary is not None for method in others)
+    ):
         return
     nothing = (
         f"{config.positions.name} remaps rotary distances, and there is nothing to remap in {view.name}: the "
@@ -135,15 +139,15 @@ def _tell_of_nothing(view: View, plans: Mapping[nn.Module, LayerPlan], alone: li
     )
 
 
-def unrotated(source: RotarySource, plans: Mapping[nn.Module, LayerPlan]) -> dict[nn.Module, LayerPlan]:
-    """The plans of layers that do not rotate: no remap; windows and sinks show what they show, at no distances."""
+def unrotated(source: RotarySource, methods: Mapping[nn.Module, LayerMethod]) -> dict[nn.Module, LayerMethod]:
+    """The methods of layers that do not rotate: no remap; windows and sinks show what they show, at no distances."""
     still, changed = replace(source, still=True), {}
-    for module, plan in plans.items():
-        assert plan.config is not None
-        config = replace(plan.config, positions=None)
+    for module, method in methods.items():
+        assert method.config is not None
+        config = replace(method.config, positions=None)
         rotary = still if config.remap is not None else None
         own = config if config.methods else None
-        changed[module] = replace(plan, config=own, reason=NOT_ROTATED, rotary=rotary)
+        changed[module] = replace(method, config=own, reason=NOT_ROTATED, rotary=rotary)
     return changed
 
 
@@ -166,9 +170,9 @@ def verify_at_first_call(state: AttentionState, model: Any) -> None:
         # without one of our names it is disabled; without `unverified`, another thread has done it
         ours = any(is_longattn_name(get_implementation(c)) for c in view.configs)
         if state.unverified and ours and _computes(view):
-            plans = {x.module: plan for x in view.layers if (plan := plan_of(x.module)) is not None}
-            for module, plan in verify_rotations(view, plans).items():
-                set_plan(module, plan)
+            methods = {x.module: method for x in view.layers if (method := method_of(x.module)) is not None}
+            for module, method in verify_rotations(view, methods).items():
+                set_method(module, method)
             state.arrange(view)
             state.unverified = False
 
@@ -185,8 +189,12 @@ def verify_axes(state: AttentionState, model: Any, axes: int) -> None:
     """
     with gate_of(state).lock:
         view = View(model)
-        plans = {x.module: plan for x in view.layers if (plan := plan_of(x.module)) is not None}
-        rotary = {x: plan.rotary for x in view.layers if (plan := plans.get(x.module)) is not None and plan.rotary is not None}
+        methods = {x.module: method for x in view.layers if (method := method_of(x.module)) is not None}
+        rotary = {
+            x: method.rotary
+            for x in view.layers
+            if (method := methods.get(x.module)) is not None and method.rotary is not None
+        }
         new = {x: source for x, source in rotary.items() if not source.still and source.axis is None}
         if not new:
             return
@@ -202,7 +210,7 @@ def verify_axes(state: AttentionState, model: Any, axes: int) -> None:
             positions = torch.cat(
                 [torch.arange(PROBE, device=positions.device).expand(axes - len(FAR_APART), 1, -1), positions]
             )
-        computed = _probed(view, plans, list(new), view.inner, position_ids=positions)
+        computed = _probed(view, methods, list(new), view.inner, position_ids=positions)
         found = {}
         for source in dict.fromkeys(new.values()):
             names = [x.name for x, other in new.items() if other is source and x.name in computed]

@@ -34,12 +34,12 @@ from transformers.integrations.peft import PeftAdapterMixin
 
 from ..config import LongAttnConfig
 from ..integration import apply, rope, saved_method
+from ..integration.changes import disable, enable, is_disabled, transaction
 from ..integration.internals import get_implementation
 from ..integration.max_length import announce_beside
 from ..integration.model import no_untrained_warning, running
 from ..integration.patch import Patch, install
 from ..integration.saved_method import ADAPTER, LEARNED, RECORD, computed, method_in
-from ..integration.state import disable, enable, is_disabled, transaction
 from ..slots.learned import container_of
 from ..user_warnings import warn
 

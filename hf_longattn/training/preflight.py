@@ -17,7 +17,7 @@ from ..core.kernels.precision import auto_dtype
 from ..evaluation.checkpoints import Checkpoint, load_tokenizer
 from ..evaluation.measures.probe import TOKENS
 from ..integration.guards import table_entries
-from ..integration.planning import bound_config
+from ..integration.layer_methods import bound_config
 from ..integration.trained_length import recorded
 from ..slots.method import Method
 from . import estimate

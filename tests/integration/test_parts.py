@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.config import names_in
+from hf_longattn.integration.config_records import raw_section
 from hf_longattn.integration.layers import View, layers_of
-from hf_longattn.integration.names import raw_section
-from hf_longattn.integration.state import plan_of, set_plan
+from hf_longattn.integration.state import method_of, set_method
 
 preset = LongAttnConfig.preset
 NEAR = preset("rerope", window=7, layers=[0, 2])
@@ -33,10 +33,10 @@ def by_hand(family: str, *configs: LongAttnConfig) -> PreTrainedModel:
     for config in configs:
         hf_longattn.apply(m, config.replace(layers="full_attention", backend="reference"))
         chosen = range(4) if isinstance(config.layers, str) else config.layers
-        plans |= {x.index: plan_of(x.module) for x in layers_of(m) if x.index in chosen}
+        plans |= {x.index: method_of(x.module) for x in layers_of(m) if x.index in chosen}
     whole = raw_section(m.config)
     for layer in layers_of(m):
-        set_plan(layer.module, dataclasses.replace(plans[layer.index], whole_config=whole))
+        set_method(layer.module, dataclasses.replace(plans[layer.index], whole_config=whole))
     plans[0].state.arrange(View(m))
     return m
 

@@ -807,13 +807,13 @@ def test_update_during_training() -> None:
         hf_longattn.update(stock("llama"), strength=0.5)
 
 
-def test_a_strength_needs_no_forward_pass_and_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_strength_needs_no_forward_pass_and_no_new_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     config = LongAttnConfig.preset("rerope+scale_invariant", window=7, strength=0.1)
     m, path = fresh("llama", config), "hf_longattn.integration"
     calls: list[str] = []
     m.register_forward_pre_hook(lambda *_: calls.append("forward"))
     m.model.register_forward_pre_hook(lambda *_: calls.append("inner forward"))
-    for name in ("planning._plan", "planning.verify_rotations"):
+    for name in ("layer_methods._layer_methods", "layer_methods.verify_rotations"):
         monkeypatch.setattr(f"{path}.{name}", lambda *_, name=name, **__: calls.append(name))
     for strength in (0.5, 0.75):
         hf_longattn.update(m, strength=strength)

@@ -17,7 +17,8 @@ from transformers import DynamicCache, QuantizedCache, StaticCache
 
 import hf_longattn
 from hf_longattn.integration.caches import CACHE
-from hf_longattn.integration.state import disable, enable, plan_of
+from hf_longattn.integration.changes import disable, enable
+from hf_longattn.integration.state import method_of
 
 SECTIONS = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 2]}
 TEXT = {k: v for k, v in FAMILIES["llama"][1].items() if k != "head_dim"}
@@ -90,7 +91,7 @@ def batch(m: Any) -> dict[str, Any]:
 
 
 def plan(m: Any) -> Any:
-    return next(p for x in m.modules() if (p := plan_of(x)) is not None and p.rotary is not None)
+    return next(p for x in m.modules() if (p := method_of(x)) is not None and p.rotary is not None)
 
 
 def by_definition(m: Any, **inputs: Any) -> Tensor:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.integration.layers import View
-from hf_longattn.integration.state import plan_of
+from hf_longattn.integration.state import method_of
 
 _SMALL = FAMILIES["llama"][1] | {"num_hidden_layers": 2}
 _LATENT = OTHERS["deepseek_v3"][1] | {"num_hidden_layers": 2}
@@ -143,7 +143,7 @@ def test_layers_without_rotation_keep_theirs(method: str) -> None:
 def test_layers_that_do_not_rotate_take_no_rotation_that_others_kept() -> None:
     m = hf_longattn.apply(build("Llama", _SMALL), "rerope", window=7)
     logits(m, tokens())
-    source = next(plan.rotary for x in View(m).layers if (plan := plan_of(x.module)) is not None)
+    source = next(method.rotary for x in View(m).layers if (method := method_of(x.module)) is not None)
     assert [x.rotation(torch.empty(0)).inv_freq.numel() > 0 for x in (source, replace(source, still=True))] == [True, False]
 
 

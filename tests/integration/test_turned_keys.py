@@ -24,7 +24,7 @@ from hf_longattn.core.kernels import few_cpu
 from hf_longattn.integration import rotated_key_cache as keeping
 from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.layers import View
-from hf_longattn.integration.state import plan_of
+from hf_longattn.integration.state import method_of
 
 preset = LongAttnConfig.preset
 METHODS = {
@@ -416,7 +416,7 @@ def test_the_bound_holds_for_all_caches_together(served: list[int], monkeypatch:
 
 
 def state_of(model: Any) -> Any:
-    return next(plan.state for layer in View(model).layers if (plan := plan_of(layer.module)) is not None)
+    return next(method.state for layer in View(model).layers if (method := method_of(layer.module)) is not None)
 
 
 @pytest.mark.parametrize("name", METHODS)

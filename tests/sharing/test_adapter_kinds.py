@@ -36,7 +36,7 @@ from hf_longattn.evaluation.checkpoints import Checkpoint
 from hf_longattn.evaluation.loading import load_setting
 from hf_longattn.evaluation.preflight import check_setting
 from hf_longattn.evaluation.settings import Setting
-from hf_longattn.integration.state import disable, enable
+from hf_longattn.integration.changes import disable, enable
 from hf_longattn.sharing.card import Facts
 from hf_longattn.sharing.hub import files
 

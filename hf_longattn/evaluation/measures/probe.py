@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...config import LongAttnConfig
-from ...integration.planning import bound_config
+from ...integration.layer_methods import bound_config
 from ...integration.skip_masks import masks_of_jumps
 from ..rows import Row
 from ..statistics import mean_interval

@@ -60,7 +60,7 @@ def paged_attention(
         (1, tokens, heads, head_dim); 0 for tokens of no request.
     """
     arguments, position_ids, kept = layer_call.more, layer_call.positions, layer_call.kept
-    window = layer_call.module.config.sliding_window if layer_call.plan.windowed else None
+    window = layer_call.module.config.sliding_window if layer_call.method.windowed else None
     if arguments.get("block_table") is not None:
         raise NotImplementedError("continuous batching hands a block table to FlashAttention only: max_blocks_per_request=0")
     cu_k = arguments["cu_seq_lens_k"]

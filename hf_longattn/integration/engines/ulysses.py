@@ -18,7 +18,7 @@ from torch.distributed.nn.functional import all_to_all_single  # the one with a 
 from ...core.geometry import AttentionLayout, Columns
 from ..internals import deepspeed_group
 from ..passes import LayerCall
-from ..state import plan_of, state_of
+from ..state import method_of, state_of
 
 _JUMP = (
     "position_ids jump forward within a sequence that is split over processes: they say where documents start, by counting "
@@ -66,7 +66,7 @@ def unsplit(model: nn.Module) -> Iterator[None]:
 
 def group_of(module: nn.Module) -> Any:
     """The group that `split_sequence` gave to an attention module, or None."""
-    return None if (plan := plan_of(module)) is None else plan.state.group
+    return None if (method := method_of(module)) is None else method.state.group
 
 
 def rank_and_world(module: nn.Module) -> tuple[int, int] | None:
@@ -100,8 +100,8 @@ def whole_sequence(layer_call: LayerCall, query: Tensor, key: Tensor, value: Ten
     Returns:
         (batch, tokens, heads, head_dim).
     """
-    group, position_ids, window = layer_call.plan.state.group, layer_call.positions, layer_call.sliding_window
-    if layer_call.weights or (layer_call.plan.windowed and window is None):
+    group, position_ids, window = layer_call.method.state.group, layer_call.positions, layer_call.sliding_window
+    if layer_call.weights or (layer_call.method.windowed and window is None):
         raise NotImplementedError("no attention weights, and no windows of unknown size, of a sequence split over processes")
     here = rank_and_world(layer_call.module)
     assert here is not None

@@ -22,7 +22,7 @@ from ...layers import layers_of
 from ...names import TRIPWIRE
 from ...offload import device_of
 from ...rotation import RotarySource, find_rotary
-from ...state import TABLE_BYTES, LayerPlan
+from ...state import TABLE_BYTES, LayerMethod
 from ...trained_length import CHANGING
 from . import fold, plans
 from .backend import Backend
@@ -35,7 +35,7 @@ class Served:
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         model_config = vllm_config.model_config
         planned = plans.planned(vllm_config)
-        folds = all(plan.config is None or fold.folds(plan.config) for plan, _ in planned.values())
+        folds = all(method.config is None or fold.folds(method.config) for method, _ in planned.values())
         softcap = getattr(model_config.hf_text_config, "attn_logit_softcapping", None)
         self.__dict__["folds"] = folds and not softcap and not model_config.uses_mrope
         with warnings.catch_warnings():  # of a section whose method transformers does not run
@@ -61,7 +61,7 @@ def __getattr__(name: str) -> Any:
     return globals()[name]
 
 
-def attach(model: Any, planned: Mapping[str, tuple[LayerPlan, nn.Module | None]], folds: bool) -> None:
+def attach(model: Any, planned: Mapping[str, tuple[LayerMethod, nn.Module | None]], folds: bool) -> None:
     """Give every attention module its part, and learned parts for the weights that are loaded next."""
     _hold_frequencies(model)
     tables = TableCache(TABLE_BYTES)
@@ -69,12 +69,12 @@ def attach(model: Any, planned: Mapping[str, tuple[LayerPlan, nn.Module | None]]
     for layer in layers_of(model):
         if layer.name not in planned:
             continue
-        plan, parts = planned[layer.name]
-        config = LongAttnConfig() if plan.config is None else plan.config
+        method, parts = planned[layer.name]
+        config = LongAttnConfig() if method.config is None else method.config
         if parts is not None:
             device = device_of(layer.module, model)
             layer.module.longattn = copy.deepcopy(parts).to(torch.get_default_dtype()).to_empty(device=device)
-        rotary = plan.rotary
+        rotary = method.rotary
         if rotary is not None and rotary not in sources:
             found = find_rotary(model.modules(), layer.module.config, layer.type)
             assert found is not None

@@ -19,7 +19,7 @@ from ...layers import Layer, candidates_of, layers_of
 from ...model import apply
 from ...names import SERVED, is_longattn_name, short
 from ...rotation import RotarySource
-from ...state import LayerPlan, plan_of, set_plan
+from ...state import LayerMethod, method_of, set_method
 from ...trained_length import ORIGINAL, rope_settings
 from ...verify import NOT_ROTATED, unrotated
 
@@ -31,7 +31,7 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 @dataclass(frozen=True, eq=False)
 class ServedLayer:
-    """The plan of one attention layer, for the heads that this process has.
+    """The method of one attention layer, for the heads that this process has.
 
     Args:
         learned: the learned parts of its methods, by slot.
@@ -61,8 +61,8 @@ def config_of(config: Any) -> LongAttnConfig:
     return LongAttnConfig.parse(short(name) if is_longattn_name(name) else "longattn", text.longattn)
 
 
-def planned(vllm_config: Any) -> dict[str, tuple[LayerPlan, nn.Module | None]]:
-    """The plan of every attention module by its name in the model, and its learned parts, on the meta device.
+def planned(vllm_config: Any) -> dict[str, tuple[LayerMethod, nn.Module | None]]:
+    """The method of every attention module by its name in the model, and its learned parts, on the meta device.
 
     Args:
         vllm_config: vLLM's, of everything.
@@ -79,22 +79,24 @@ def planned(vllm_config: Any) -> dict[str, tuple[LayerPlan, nn.Module | None]]:
             model = AutoModel.from_config(config, trust_remote_code=model_config.trust_remote_code)
         layers = candidates_of(model)
         _refuse(model_config, model, layers)
-        remapped = [x for x in layers if (plan := plan_of(x.module)) is not None and plan.rotary is not None]
+        remapped = [x for x in layers if (method := method_of(x.module)) is not None and method.rotary is not None]
         if remapped:
             _rotate_as_small_model(config.get_text_config(), remapped)
-    plans = {x.name: (plan, getattr(x.module, "longattn", None)) for x in layers_of(model) if (plan := plan_of(x.module))}
+    methods = {
+        x.name: (method, getattr(x.module, "longattn", None)) for x in layers_of(model) if (method := method_of(x.module))
+    }
     model_config.hf_config.get_text_config().longattn = layers[0].module.config.longattn  # bound, for `is_served` later
-    return plans
+    return methods
 
 
 def _refuse(model_config: Any, model: nn.Module, layers: list[Layer]) -> None:
     """Raise for models that vLLM would compute otherwise than transformers does."""
     text = model_config.hf_text_config
-    plans = [plan for x in layers if (plan := plan_of(x.module)) is not None and plan.config is not None]
-    methods = plans[0].config
+    known = [method for x in layers if (method := method_of(x.module)) is not None and method.config is not None]
+    methods = known[0].config
     assert methods is not None
     narrow = methods.output_norm is not None and getattr(text, "v_head_dim", None) not in (None, text.head_dim)
-    remaps = any(plan.rotary is not None for plan in plans)
+    remaps = any(method.rotary is not None for method in known)
     kinds = set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES
     border = min((_border(text, x.type) for x in layers), default=math.inf)
     unfit = {
@@ -130,21 +132,21 @@ def _rotate_as_small_model(text: Any, remapped: list[Layer]) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a method that is not the checkpoint's
             rerope = LongAttnConfig.preset("rerope", window=1, stack=True, layers=tuple(x.index for x in remapped))
-            layers = {x.index: plan_of(x.module) for x in candidates_of(apply(twin, rerope))}
-    alone: dict[RotarySource, dict[nn.Module, LayerPlan]] = {}
+            layers = {x.index: method_of(x.module) for x in candidates_of(apply(twin, rerope))}
+    alone: dict[RotarySource, dict[nn.Module, LayerMethod]] = {}
     for layer in remapped:
-        seen, plan = layers[layer.index], plan_of(layer.module)
+        seen, method = layers[layer.index], method_of(layer.module)
         assert seen is not None
-        assert plan is not None
-        assert plan.rotary is not None
+        assert method is not None
+        assert method.rotary is not None
         if seen.reason == NOT_ROTATED:
-            alone.setdefault(plan.rotary, {})[layer.module] = plan
+            alone.setdefault(method.rotary, {})[layer.module] = method
         else:
             assert seen.rotary is not None
-            plan.rotary.convention = seen.rotary.convention
+            method.rotary.convention = seen.rotary.convention
     for source, still in alone.items():
         for module, own in unrotated(source, still).items():
-            set_plan(module, own)
+            set_method(module, own)
 
 
 def _small(text: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Deciding what every attention module of a model does: its plan, and what is refused."""
+"""Deciding what every attention module of a model does: its method, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,26 +9,19 @@ from torch import nn
 from ..config import CUSTOM, LongAttnConfig
 from ..slots.method import ModelFacts
 from ..user_warnings import warn
+from .changes import remember
+from .config_records import raw_section
 from .guards import guard
 from .internals import get_implementation, set_implementation
 from .layers import Layer, View
 from .masks import refuse_both_ways
 from .model_facts import facts_of
-from .names import is_longattn_name, name_for, parsed_config, raw_section, short
+from .names import is_longattn_name, name_for, parsed_config, short
 from .parameters import attach_learned_parts
 from .passes import hook_passes
 from .saved_method import by_number, refuse_kind
-from .state import (
-    AttentionState,
-    LayerPlan,
-    is_settled,
-    outermost,
-    plan_of,
-    refuse_shared,
-    remember,
-    set_plan,
-    track_model,
-)
+from .shared import outermost, refuse_shared, track_model
+from .state import AttentionState, LayerMethod, is_settled, method_of, set_method
 from .verify import rotation_of, verify_at_first_call, verify_axes, verify_rotations
 
 
@@ -62,7 +55,7 @@ def put(view: View, config: LongAttnConfig, name: str, longer: int | None = None
         raise ValueError(no_layer(view, config))
     state = view.state or AttentionState()
     left_alone = {  # vision towers, and other parts under the same name
-        x.module: LayerPlan(state, raw_section(c), None, x.why_never or "not the language model")
+        x.module: LayerMethod(state, raw_section(c), None, x.why_never or "not the language model")
         for x in view.layers
         if (c := x.config) is not target and is_longattn_name(get_implementation(c))
     }
@@ -71,16 +64,16 @@ def put(view: View, config: LongAttnConfig, name: str, longer: int | None = None
             remember(view, c, get_implementation(c))
     for adapter in view.adapters:
         refuse_kind(adapter, config)
-    bound, plans, facts = _plan(view, config, state, longer)
-    plans |= left_alone
+    bound, methods, facts = _layer_methods(view, config, state, longer)
+    methods |= left_alone
     for c in view.method_configs:
         set_implementation(c, name)  # not by the property, which would switch towers too
     if verify:
-        plans |= verify_rotations(view, plans)
+        methods |= verify_rotations(view, methods)
     state.set_running(view, bound)
     for layer in view.layers:
-        set_plan(layer.module, plans.get(layer.module))
-    state.unverified = any(plan.rotary is not None and not plan.rotary.verified for plan in plans.values())
+        set_method(layer.module, methods.get(layer.module))
+    state.unverified = any(method.rotary is not None and not method.rotary.verified for method in methods.values())
     track_model(view.model)
     attach_learned_parts(view, facts)
     guard(view, state)
@@ -104,8 +97,8 @@ def settle(view: View) -> None:
         return
     refuse_shared(view)
     known = set() if view.state is None else {*view.state.layers}
-    plans = [(x, plan) for x in view.candidates if (plan := plan_of(x.module)) is not None]
-    moved = known != {x.index for x in view.candidates} or any(plan.index != x.index for x, plan in plans)
+    methods = [(x, method) for x in view.candidates if (method := method_of(x.module)) is not None]
+    moved = known != {x.index for x in view.candidates} or any(method.index != x.index for x, method in methods)
     if moved and by_number(config):
         raise ValueError(
             f"{config.name} is not the same in all layers of {view.name}, and some of these were copied, moved, dropped or "
@@ -148,10 +141,10 @@ def _refuse_strangers(view: View) -> None:
         )
 
 
-def _plan(
+def _layer_methods(
     view: View, config: LongAttnConfig, state: AttentionState, longer: int | None
-) -> tuple[LongAttnConfig, dict[nn.Module, LayerPlan], ModelFacts]:
-    """The config bound to a model, the plans of its language model's attention modules, and the facts they are bound to."""
+) -> tuple[LongAttnConfig, dict[nn.Module, LayerMethod], ModelFacts]:
+    """The config bound to a model, the methods of its language model's attention modules, and the facts they are bound to."""
     candidates, name = view.candidates, view.name
     by_part = [(part, [x for x in candidates if config.of_layer(x.index) is part and _takes(part, x)]) for part in config.each]
     chosen = [x for _, layers in by_part for x in layers]
@@ -176,14 +169,14 @@ def _plan(
         )
     types = dict.fromkeys(x.type for x in remapped)
     rotary = {t: rotation_of(view, [x for x in remapped if x.type == t]) for t in types}
-    plans: dict[nn.Module, LayerPlan] = {}
+    methods: dict[nn.Module, LayerMethod] = {}
     for layer in view.of_target:
         own = bound.for_layer(layer.index) if layer in chosen else None
         reason = "" if own else layer.why_not or "not in `layers`"
         source = rotary.get(layer.type) if layer in remapped else None
         number = -1 if layer.why_never else layer.index
-        plans[layer.module] = LayerPlan(state, bound, own, reason, layer.windowed, facts.num_heads, source, index=number)
-    return bound, plans, facts
+        methods[layer.module] = LayerMethod(state, bound, own, reason, layer.windowed, facts.num_heads, source, index=number)
+    return bound, methods, facts
 
 
 def _takes(part: LongAttnConfig, layer: Layer) -> bool:
