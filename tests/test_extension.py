@@ -654,7 +654,7 @@ SHORTEN: dict[str, Any] = {
     "a method that extends nothing": lambda m: hf_longattn.apply(m, "infoscale"),
     "a method that reaches less": lambda m: hf_longattn.apply(m, "self_extend", group=2, window=32),
     "extend to less": lambda m: hf_longattn.extend(m, 65, method="string_remap", shift=32).set_attn_implementation("sdpa"),
-    "disable": lambda m: state.disable(m),
+    "disable": lambda m: changes.disable(m),
 }
 
 
@@ -666,7 +666,7 @@ def test_every_length_comes_back_with_the_attention(name: str, how: str, tmp_pat
     assert says(m) == dict.fromkeys([*own, "generation"], 256)
     SHORTEN[how](m)
     assert says(m) == own | {"generation": own["max_position_embeddings"]}
-    state.enable(m)
+    changes.enable(m)
     m.save_pretrained(tmp_path / "saved")
     again = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert {k: again[k] for k in own} == (dict.fromkeys(own, 256) if how == "disable" else own)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from .engines.paged import ARGUMENTS
+from .forward_context import LayerCall
 from .masks import BOTH_WAYS
-from .passes import LayerCall
 
 #: Arguments that reach an attention function and say nothing about which logits it should compute.
 HARMLESS = frozenset(

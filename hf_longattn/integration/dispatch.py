@@ -24,8 +24,9 @@ from .caches import is_paged
 from .engines import ulysses
 from .engines.heads import of_these_heads
 from .engines.paged import paged_attention
+from .forward_context import LayerCall
 from .masks import MaskContext, is_layout_mask
-from .passes import LayerCall, find_pass
+from .passes import find_pass
 from .positions import rows_under
 from .rotated_key_cache import kept_keys
 from .unmodified import run_function, unmodified

@@ -28,11 +28,11 @@ from .model import apply, change, say_what_runs, warn_of_lost_softcap, warn_untr
 from .names import PREFIX, SERVED, TRIPWIRE, hint, is_longattn_name, methods_in, name_for, ours_in, register_combination, short
 from .offload import keep_learned, refuse_to_save
 from .parameters import initialise
-from .passes import carry_token_axes
 from .patch import Patch
 from .resume import train
 from .saved_method import by_number
 from .shared import own_configs
+from .token_axes import carry_token_axes
 from .trained_length import GIVEN, recorded
 
 #: What a composite config calls its language model's, and callers therefore also that of a model of text alone.

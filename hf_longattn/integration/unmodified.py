@@ -10,8 +10,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..core.kernels.kernel import FEW_QUERIES
 from ..core.kernels.sdpa import few_queries
+from .forward_context import LayerCall
 from .masks import attention_function, base_implementation, is_layout_mask, read_mask
-from .passes import LayerCall
 
 
 def unmodified(

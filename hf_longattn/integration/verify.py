@@ -16,11 +16,11 @@ from ..config import LongAttnConfig
 from ..core.call import Call
 from ..core.tracing import readable
 from ..user_warnings import warn
+from .forward_context import is_probing, probing
 from .gate import gate_of
 from .internals import get_implementation, has_hook
 from .layers import Layer, View
 from .names import is_longattn_name
-from .passes import is_probing, probing
 from .rotation import FAR_APART, PROBE, Convention, RotarySource, find_axes, find_convention, find_rotary
 from .state import AttentionState, LayerMethod, method_of, set_method
 from .trained_length import CHANGING

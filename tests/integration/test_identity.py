@@ -25,8 +25,8 @@ from hf_longattn.core.kernels.sdpa import few_queries
 from hf_longattn.core.plan import AttentionPlan
 from hf_longattn.integration import arguments, dispatch, unmodified
 from hf_longattn.integration.caches import CACHE
+from hf_longattn.integration.forward_context import LayerCall
 from hf_longattn.integration.observer import observe
-from hf_longattn.integration.passes import LayerCall
 
 preset = LongAttnConfig.preset
 #: With a range in which nothing changes that lies between a few tokens and 24.

@@ -25,9 +25,9 @@ import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.changes import changing, disable
+from hf_longattn.integration.forward_context import current_pass
 from hf_longattn.integration.gate import gate_of
 from hf_longattn.integration.observer import observe
-from hf_longattn.integration.passes import current_pass
 from hf_longattn.integration.state import state_of
 
 

@@ -19,9 +19,9 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 
 from ...core.geometry import AttentionLayout, Columns
 from ..caches import PAGES
+from ..forward_context import LayerCall
 from ..internals import get_implementation
 from ..names import is_longattn_name
-from ..passes import LayerCall
 from ..patch import Patch
 
 #: What arrives in place of a mask, and in no other call.

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_to_all_single  # the one with a gradient
 
 from ...core.geometry import AttentionLayout, Columns
+from ..forward_context import LayerCall
 from ..internals import deepspeed_group
-from ..passes import LayerCall
 from ..state import method_of, state_of
 
 _JUMP = (

@@ -1,0 +1,133 @@
+"""How position_ids number the tokens of a call: as cache indices do, from the start of a text, or visible tokens alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..core.geometry import AttentionLayout, Columns
+from .masks import ParsedMask
+
+UNKNOWN = (
+    "position_ids do not continue where the KV cache ends: the positions of cached keys are unknown. They are known where "
+    "they count as cache indices do or, as generate() makes them, as attention_mask.cumsum(-1) - 1; otherwise pass all tokens "
+    "in one call. Or the cache holds more tokens than the prompt: crop it (cache.crop) before the call, or give the whole "
+    "text; this call has added to it, so fill a new one"
+)
+
+
+def own_positions(seen: ParsedMask, position_ids: Tensor) -> Tensor:
+    """The positions of a call's queries, which may be some of its tokens, (batch or 1, q_len)."""
+    query = seen.rows.columns.query
+    if position_ids.shape[1] == query.shape[1]:
+        return position_ids.to(query.device)
+    column = (query - seen.first).clamp(0, position_ids.shape[1] - 1)
+    batch = max(len(column), len(position_ids))
+    return position_ids.to(query.device).expand(batch, -1).gather(1, column.expand(batch, -1))
+
+
+class Numbered:
+    """The position_ids of a call beside its cache indices, from which follows how its tokens are numbered.
+
+    Of each query, (batch, q_len): its position and cache_index; start, the cache index where its sequence starts; origin, the
+    position there; real, whether it is no padding. Of the first real token, (batch, 1): offset, its position less its cache
+    index; text_start, its start; by_index, by_start, by_count, whether it is numbered so. keys: the cache indices of keys,
+    (batch, kv_len); first: that of the call's first token, (batch, 1).
+    """
+
+    def __init__(self, seen: ParsedMask, position_ids: Tensor, kv_len: int) -> None:
+        rows, counted, first = seen
+        index = rows.index
+        batch = max(index.shape[0], position_ids.shape[0])
+        self.rows, self.counted, self.position = rows, counted, own_positions(seen, position_ids).expand(batch, -1)
+        self.tokens = position_ids.to(index.device).expand(batch, -1)  # of the whole call
+        index = index.expand(batch, -1, -1)
+        self.cache_index, _, self.start, _, _ = Columns(*index.unbind(-1))
+        self.first = first.expand(batch, -1)
+        self.keys = rows.key_indices(kv_len)[:, 0].expand(batch, -1)
+        self.real = rows.tokens(kv_len).expand(batch, -1)  # padding may be at any position
+        self.all_padding = ~self.real.any(-1, keepdim=True)
+        which = self.real.int().argmax(-1, keepdim=True)  # the first real token
+        self.offset = (self.position - self.cache_index).gather(1, which)
+        self.text_start = self.start.gather(1, which)
+        self.by_index, self.by_start = self.offset == 0, self.offset == -self.text_start
+        self.by_count = torch.zeros_like(self.by_index)
+        if counted is not None:
+            column = (self.cache_index.gather(1, which) - self.keys[:, :1]).clamp(0, kv_len - 1)
+            self.by_count = counted.expand(batch, -1).gather(1, column) == self.position.gather(1, which)
+        self.sees_cache, self.origin = self._sees_cache(), self._origin()
+
+    def _sees_cache(self) -> Tensor:
+        """True where a token sees keys of earlier calls, (batch, 1)."""
+        if self.rows.allowed is None or self.rows.hides_tokens:
+            low, high = self.rows.columns.low, self.rows.columns.high
+            return ((low < self.first) & (low <= high) & self.real).any(-1, keepdim=True)
+        earlier = self.rows.visible(self.keys.shape[1]).any(1) & (self.keys < self.first)[:, None]
+        return (earlier.any(-1) & self.real).any(-1, keepdim=True)
+
+    @property
+    def known(self) -> Tensor:
+        """True where the positions of all visible keys are known, (batch, 1)."""
+        return self.by_index | self.by_start | self.by_count | self.all_padding | ~self.sees_cache
+
+    @property
+    def regular(self) -> Tensor:
+        """True where all positions differ as cache indices do, (batch, 1)."""
+        even = ((self.position - self.origin == self.cache_index - self.start) | ~self.real).all(-1, keepdim=True)
+        return self.all_padding | (even & (self.by_index | self.by_start | ~self.sees_cache))
+
+    @property
+    def behind(self) -> list[Tensor]:
+        """The numbering of the tokens that come first behind cached keys, if any does, as bools on the device."""
+        by_count = self.by_start if self.counted is None else self.by_count
+        return [(fits | ~self.sees_cache).all() for fits in (self.by_index, self.by_start, by_count)]
+
+    @property
+    def all(self) -> list[Tensor]:
+        """The numbering of all tokens, as bools on the device."""
+        from_start = self.cache_index - self.start
+        count = from_start
+        if self.counted is not None:
+            column = (self.cache_index - self.keys[:, :1]).clamp(0, self.keys.shape[1] - 1)
+            count = self.counted.expand(len(column), -1).gather(1, column)
+        return [((self.position == at) | ~self.real).all() for at in (self.cache_index, from_start, count)]
+
+    @property
+    def next(self) -> Tensor:
+        """True where a row is that of the next token after the row before, (batch, q_len - 1)."""
+        return self.cache_index.diff() == 1
+
+    def _origin(self) -> Tensor:
+        """The position at which each token's sequence starts, at a token of this call or at a cached one, (batch, q_len)."""
+        cached = torch.where(self.by_index, self.text_start, 0)
+        inside = (self.start - self.first).clamp(0, self.tokens.shape[1] - 1)
+        return torch.where(self.start >= self.first, self.tokens.gather(1, inside), cached)
+
+    @property
+    def cached(self) -> Tensor:
+        """The positions of keys that are in the cache, (batch, kv_len)."""
+        counted = self.keys if self.counted is None else self.counted
+        return torch.where(self.by_index, self.keys, torch.where(self.by_start, self.keys - self.text_start, counted))
+
+    def explicit(self) -> AttentionLayout:
+        """The rows with positions written out, counted from the start of each sequence."""
+        tokens = self.tokens.shape[1]
+        own = (self.keys >= self.first) & (self.keys < self.first + tokens)
+        column = (self.keys - self.first).clamp(0, tokens - 1)
+        keys = torch.where(own, self.tokens.gather(1, column), self.cached)
+        if tokens == self.position.shape[1]:
+            row = torch.where(own, column, 0)
+        else:  # of the rows that are left, the last one whose sequence starts no later
+            row = (torch.searchsorted(self.start.contiguous(), self.keys.contiguous(), right=True) - 1).clamp(min=0)
+        start = self.origin.gather(1, row)
+        keys = (keys - start).clamp(min=0)
+        if self.rows.hides_tokens:  # hidden ones take the position before theirs: then they never fall
+            keys = keys.where(self.real, 0).cummax(-1).values
+        return self.rows.at((self.position - self.origin).clamp(min=0), keys)
+
+    @property
+    def falls(self) -> Tensor:
+        """True where a token of a call without a cache stands not after all visible ones before it, (batch, q_len)."""
+        p = (self.position - self.origin).where(self.real, -1)
+        before = torch.nn.functional.pad(p.cummax(-1).values, (1, 0), value=-1)[:, : p.shape[1]]
+        return (p <= before) & self.real
