@@ -53,8 +53,8 @@ def rows_of(kind: str, q_len: int, kv_len: int) -> AttentionLayout:
 @pytest.mark.parametrize(("case", "kind"), crossed(CALLED, CALLED[: len(CASES) : 2]))
 def test_few_queries(case: str, kind: str) -> None:
     config, g = CASES[case].for_layer(1), torch.Generator().manual_seed(0)
-    q_len, kv_len = (1 if kind == "one" else 5), 43
-    query, key, value = (torch.randn(2, h, n, 8, generator=g) for h, n in ((4, q_len), (2, kv_len), (2, kv_len)))
+    batch, q_len, kv_len = (1, 1, 43) if kind == "one" else (2, 5, 43)
+    query, key, value = (torch.randn(batch, h, n, 8, generator=g) for h, n in ((4, q_len), (2, kv_len), (2, kv_len)))
     for (_, rotation), softcap in zip(ROTATIONS.items(), (None, 2.0), strict=True):
         options: dict[str, Any] = {"softcap": softcap, "rotation": rotation}
         call = Call(query, key, value, config, rows_of(kind, q_len, kv_len), 0.6, **options)

@@ -103,22 +103,20 @@ def test_explicit_positions(masked: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "length", "sinks"), [("alibi", 330, 0), ("scale_invariant", 900, 3)], ids=["alibi", "scale_invariant"]
-)
-def test_far_tiles(method: str, length: int, sinks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the distance from which polynomials serve; with tau 1,000 that is early."""
+@pytest.mark.parametrize("degree", [1, 2, 3])
+def test_far_tiles(degree: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the distance from which polynomials serve: tables that are some themselves, so that each coefficient counts."""
     tiles(monkeypatch, 64, 32)
-    config = LongAttnConfig.preset(method, **({"tau": 1000.0} if method == "scale_invariant" else {}))
-    assert config.logit_map is not None
-    gain, bias = distance_tables(config.logit_map, 2, 2048, torch.zeros(1))
-    assert starts(gain, bias, half=False)[-1] < length - 150
-    rows = AttentionLayout.causal(40, length, None, 0, CPU)
-    tensors = inputs(b=1, h=2, kv=1, q=40, k=length, d=8, dtype=torch.float32)
-    check(*tensors, rows, gain=gain, bias=bias, sinks=sinks, scaling=0.7)
-    ahead = AttentionLayout.causal(length, length, None, 0, CPU)
-    tensors = inputs(b=1, h=2, kv=1, q=length, k=length, d=8, dtype=torch.float32)
-    check(*tensors, ahead, gain=gain, bias=bias, sinks=sinks, scaling=0.7)
+    monkeypatch.setattr(triton, "DEGREES", 1 << degree)
+    t, length = torch.arange(2048)[None] / 330, 330
+    gain, bias = 1 + 0.4 * t**degree - 0.2 * t, torch.cat([-2 * t**degree, t**degree - t])
+    first = starts(gain, bias, half=False)
+    assert first[degree - 1] < length - 150
+    assert all(n > length for n in first[: degree - 1])
+    for q_len in (40, length) if degree == 3 else (40,):
+        tensors = inputs(b=1, h=2, kv=1, q=q_len, k=length, d=8, dtype=torch.float32)
+        rows = AttentionLayout.causal(q_len, length, None, 0, CPU)
+        check(*tensors, rows, gain=gain, bias=bias, sinks=3 * (degree == 2), scaling=0.7)
 
 
 def starts(gain: Tensor, bias: Tensor, half: bool) -> list[int]:
