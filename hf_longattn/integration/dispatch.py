@@ -29,7 +29,7 @@ from .masks import MaskContext, is_layout_mask
 from .passes import find_pass
 from .positions import rows_under
 from .rotated_key_cache import kept_keys
-from .unmodified import run_function, unmodified
+from .unmodified import unmodified
 
 _PICTURES_IN_PARTS = (
     "tokens at several positions each, as those of pictures are in a model with M-RoPE, are read by a remap of rotary "
@@ -58,8 +58,22 @@ def attention_forward(
     """
     traced = torch.compiler.is_compiling()
     forward_pass, method, positions = find_pass(module, attention_mask, kwargs.get("position_ids"), traced)
-    layer_call = LayerCall(module, method, forward_pass, positions, traced, dropout, scaling, softcap, sliding_window, kwargs)
-    out: tuple[Tensor, Tensor | None]
+    weights = bool(kwargs.get("output_attentions")) or (forward_pass is not None and forward_pass.weights)
+    layer_call = LayerCall(
+        module,
+        method,
+        forward_pass,
+        positions,
+        q_len=query.shape[2],
+        kv_len=key.shape[2],
+        traced=traced,
+        weights=weights,
+        dropout=dropout,
+        scaling=scaling,
+        softcap=softcap,
+        sliding_window=sliding_window,
+        more=kwargs,
+    )
     paged = is_paged(kwargs)
     exchanged = attention_mask is None and not paged and ulysses.is_exchanged(layer_call, query, key)
     split = exchanged or method.state.group is not None
@@ -68,42 +82,38 @@ def attention_forward(
     if method.config is not None or split:
         check_arguments(layer_call, HARMLESS_IN_PAGES if paged else HARMLESS)
     if split:
-        out = ulysses.whole_sequence(layer_call, query, key, value, _over_rows), None
-    elif paged:
-        out = paged_attention(layer_call, query, key, value, _over_rows if method.config is not None else _left_alone), None
-    elif method.config is None:
-        out = unmodified(layer_call, query, key, value, attention_mask)
-    elif forward_pass is not None and forward_pass.axes is not None and forward_pass.unchanged(method):
-        out = _before_method(layer_call, query, key, value, attention_mask)
-    else:
-        out = _over_mask(layer_call, query, key, value, rows_under(attention_mask, layer_call, query.shape[2], key.shape[2]))
-    return out
+        return ulysses.whole_sequence(layer_call, query, key, value, _over_rows), None
+    if paged:
+        return paged_attention(layer_call, query, key, value, _over_rows if method.config is not None else _left_alone), None
+    context = None
+    if method.config is not None and not _keeps_own_mask(layer_call, attention_mask):
+        context = rows_under(attention_mask, layer_call)
+    if context is None or _changes_nothing(layer_call, context):
+        return unmodified(layer_call, query, key, value, attention_mask, None if context is None else context.base)
+    assert context.rows is not None
+    if context.plans is None and not traced:
+        context.plans = plans(context.rows)
+    return _attend(layer_call, query, key, value, context.rows, context.plans)
 
 
-def _before_method(
-    layer_call: LayerCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Compute a layer as before its method, in a pass with pictures in which the method changes nothing."""
-    base = None
-    if mask is not None and is_layout_mask(mask):
-        base = rows_under(mask, layer_call, query.shape[2], key.shape[2]).base  # the pass notes where its tokens stand
-    if base is None or layer_call.weights:
-        return unmodified(layer_call, query, key, value, mask)
-    return run_function(base.function(layer_call.module), layer_call, query, key, value, base.mask)
+def _keeps_own_mask(layer_call: LayerCall, mask: Tensor | None) -> bool:
+    """Tell whether a layer computes what it did before its method under the very mask it got: in a pass with pictures in which
+    the method changes nothing, where attention weights are asked for, or the mask is no layout mask.
+    """
+    forward_pass = layer_call.forward_pass
+    if forward_pass is None or forward_pass.axes is None or not forward_pass.unchanged(layer_call.method):
+        return False
+    return layer_call.weights or mask is None or not is_layout_mask(mask)
 
 
-def _over_mask(
-    layer_call: LayerCall, query: Tensor, key: Tensor, value: Tensor, context: MaskContext
-) -> tuple[Tensor, Tensor | None]:
-    """A layer's method, or the model's own attention where the method changes nothing in the longest text of the pass."""
-    weights, base, rows = layer_call.weights, context.base, context.rows
-    assert rows is not None
-    several = layer_call.forward_pass is not None and layer_call.forward_pass.axes is not None
-    if base is not None and not weights and not several and context.changes_nothing(layer_call.method.identity_below):
-        return run_function(base.function(layer_call.module), layer_call, query, key, value, base.mask)
-    if context.plans is None and not layer_call.traced:
-        context.plans = plans(rows)
-    return _attend(layer_call, query, key, value, rows, None if weights else context.plans, weights)
+def _changes_nothing(layer_call: LayerCall, context: MaskContext) -> bool:
+    """Tell whether the model's own attention computes a layer: its method changes nothing in the longest text of the pass."""
+    if context.base is None or layer_call.weights:
+        return False
+    forward_pass, method = layer_call.forward_pass, layer_call.method
+    if forward_pass is not None and forward_pass.axes is not None:
+        return forward_pass.unchanged(method)
+    return context.changes_nothing(method.identity_below)
 
 
 def _attend(
@@ -113,7 +123,6 @@ def _attend(
     value: Tensor,
     rows: AttentionLayout,
     made: Mapping[Hashable, AttentionPlan] | None = None,
-    with_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """A layer's method over rows of any geometry: output (batch, q_len, heads, head_dim), and weights if asked for.
 
@@ -121,20 +130,18 @@ def _attend(
         made: the plans over these rows, of which a layer in decoding takes its own without making a `Call`; None: makes one.
     """
     method, sinks, traced = layer_call.method, layer_call.more.get("s_aux"), layer_call.traced
-    config, scaling = (
-        method.config or _LEFT_ALONE,
-        query.shape[-1] ** -0.5 if layer_call.scaling is None else layer_call.scaling,
-    )
-    learned = learned_parts(layer_call.module)
+    config, learned = method.config or _LEFT_ALONE, learned_parts(layer_call.module)
+    scaling = query.shape[-1] ** -0.5 if layer_call.scaling is None else layer_call.scaling
     if query.shape[1] != method.heads and (sinks is not None or any(m.head_dependent for m in config.methods)):
         config, learned, own = of_these_heads(layer_call.module, query.shape[1], method.heads, config, learned)
         sinks = own(sinks) if sinks is not None and sinks.shape[0] == method.heads else sinks
     method_id = None if traced or config is not method.config else method.method_id
-    if made and method_id is not None and not (layer_call.dropout or method.observer or torch.is_grad_enabled()):
+    alone = not (layer_call.weights or layer_call.dropout or method.observer or torch.is_grad_enabled())
+    if made and method_id is not None and alone:
         ready = made.get(plan_key(method_id, query, key, value, scaling, layer_call.softcap, learned, sinks))
         if ready is not None:
             try:
-                out = ready.run(query, key, value, learned, sinks, _keep(layer_call, query))
+                out = ready.run(query, key, value, learned, sinks, _keep(layer_call))
                 return out.transpose(1, 2).contiguous(), None
             except KernelFailure:  # which said so: another kernel is chosen
                 pass
@@ -154,21 +161,21 @@ def _attend(
         # a graph reads the strength when it runs; it would be compiled anew for each number
         strength=method.state.strength if traced and not torch.compiler.is_exporting() else None,
         method_id=method_id,
-        keep=None if method_id is None else _keep(layer_call, query),
+        keep=None if method_id is None else _keep(layer_call),
     )
-    out, weights = dense_attention(call) if with_weights else (attend(call), None)
+    out, weights = dense_attention(call) if layer_call.weights else (attend(call), None)
     if method.observer is not None:
         method.observer(dataclasses.replace(call, output=out))
     return out.transpose(1, 2).contiguous(), weights
 
 
-def _keep(layer_call: LayerCall, query: Tensor) -> Keep | None:
-    """Return what finds a layer's rotated keys beside the KV cache; None: outside of a pass, or not on a CPU."""
+def _keep(layer_call: LayerCall) -> Keep | None:
+    """Return what finds a layer's rotated keys beside the KV cache; None: outside of a pass."""
     forward_pass = layer_call.forward_pass
-    if query.device.type != "cpu" or forward_pass is None or forward_pass.state is None:
+    if forward_pass is None or forward_pass.state is None:
         return None
     number = getattr(layer_call.module, "layer_idx", None)
-    return functools.partial(kept_keys, forward_pass.cache, forward_pass.state.rotated_keys, number, query.shape[2])
+    return functools.partial(kept_keys, forward_pass.cache, forward_pass.state.rotated_keys, number, layer_call.q_len)
 
 
 def _over_rows(layer_call: LayerCall, query: Tensor, key: Tensor, value: Tensor, rows: AttentionLayout) -> Tensor:

@@ -122,17 +122,15 @@ class LayerCall(NamedTuple):
     method: LayerMethod
     forward_pass: ForwardContext | None
     positions: Tensor | None  # the call's position_ids
+    q_len: int
+    kv_len: int
     traced: bool
+    weights: bool  # attention weights are asked for, of the layer or of the model, which may not tell its layers
     dropout: float
     scaling: float | None
     softcap: float | None
     sliding_window: int | None
     more: dict[str, Any]
-
-    @property
-    def weights(self) -> bool:
-        """True: attention weights are asked for, of the layer or of the model, which may not tell its layers."""
-        return bool(self.more.get("output_attentions")) or (self.forward_pass is not None and self.forward_pass.weights)
 
     @property
     def kept(self) -> dict[Any, Any]:

@@ -79,7 +79,7 @@ _TRACED = (
 )
 
 
-def rows_under(mask: Tensor | None, layer_call: LayerCall, q_len: int, kv_len: int) -> MaskContext:
+def rows_under(mask: Tensor | None, layer_call: LayerCall) -> MaskContext:
     """Return the rows that a layer sees, in the context that it shares with layers called alike.
 
     Raises:
@@ -87,6 +87,7 @@ def rows_under(mask: Tensor | None, layer_call: LayerCall, q_len: int, kv_len: i
         ValueError: the mask or the positions have no meaning, or those of cached keys are unknown.
     """
     positions, method, forward_pass = layer_call.positions, layer_call.method, layer_call.forward_pass
+    q_len, kv_len = layer_call.q_len, layer_call.kv_len
     if mask is None:
         raise NotImplementedError(_NO_MASK + (_PARALLEL if layer_call.more.get("is_causal") else _ALONE))
     if positions is None and forward_pass is None and method.state.passes and not layer_call.traced:

@@ -84,7 +84,7 @@ def kept_keys(
     by: Hashable,
     key: Tensor,
 ) -> RotatedKeys | None:
-    """Return the kept keys of a layer; None: they are not a plain dynamic cache's, or are met for the first time.
+    """Return the kept keys of a layer; None: they are not a plain dynamic cache's on a CPU, or are met for the first time.
 
     Args:
         cache: the pass's, or None.
@@ -96,7 +96,7 @@ def kept_keys(
     if type(cache) is not DynamicCache or cache.offloading or number is None or number >= len(cache.layers):
         return None
     layer = cache.layers[number]
-    if type(layer) is not DynamicLayer or layer.keys is not key or type(key) is not Tensor:
+    if type(layer) is not DynamicLayer or layer.keys is not key or type(key) is not Tensor or key.device.type != "cpu":
         return None
     if key.is_inference():
         layer.keys = key = _counted(key)

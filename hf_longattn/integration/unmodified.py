@@ -11,28 +11,26 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ..core.kernels.kernel import FEW_QUERIES
 from ..core.kernels.sdpa import few_queries
 from .forward_context import LayerCall
-from .masks import attention_function, base_implementation, is_layout_mask, read_mask
+from .masks import BaseAttention, attention_function, base_implementation, is_layout_mask, read_mask
 
 
 def unmodified(
-    layer_call: LayerCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    layer_call: LayerCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    base: BaseAttention | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The unmodified attention, for layers that are left alone."""
-    name = base_implementation(layer_call.module.config)
-    if mask is not None and is_layout_mask(mask):
-        rows = read_mask(mask, key.shape[2]).rows
-        mask = rows.once(("visible", key.shape[2], key.device), lambda: rows.on(key.device).visible(key.shape[2]))
-    if name == "eager" or layer_call.weights:
-        name = "eager"
-        if mask is not None and mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
-    return run_function(attention_function(name, layer_call.module), layer_call, query, key, value, mask)
+    """The unmodified attention.
 
-
-def run_function(
-    function: Any, layer_call: LayerCall, query: Tensor, key: Tensor, value: Tensor, mask: Any
-) -> tuple[Tensor, Tensor | None]:
-    """One of transformers' attention functions, under the mask that it takes."""
+    Args:
+        mask: the one that the layer got.
+        base: of a layer with a method, the attention of before, with its own mask; None: the layer is left alone.
+    """
+    function, mask = (
+        _left_alone(layer_call, query, key, mask) if base is None else (base.function(layer_call.module), base.mask)
+    )
     more = layer_call.more
     if function is sdpa_attention_forward and are_few(layer_call, query, key, mask):
         if mask is not None and mask.shape[2] > 1:
@@ -43,6 +41,19 @@ def run_function(
     if layer_call.sliding_window is not None:
         more = more | {"sliding_window": layer_call.sliding_window}
     return function(layer_call.module, query, key, value, mask, dropout=layer_call.dropout, scaling=layer_call.scaling, **more)  # type: ignore[no-any-return]
+
+
+def _left_alone(layer_call: LayerCall, query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Any, Tensor | None]:
+    """One of Transformers' attention functions, and the mask that it takes."""
+    name = base_implementation(layer_call.module.config)
+    if mask is not None and is_layout_mask(mask):
+        rows = read_mask(mask, key.shape[2]).rows
+        mask = rows.once(("visible", key.shape[2], key.device), lambda: rows.on(key.device).visible(key.shape[2]))
+    if name == "eager" or layer_call.weights:
+        name = "eager"
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
+    return attention_function(name, layer_call.module), mask
 
 
 def are_few(layer_call: LayerCall, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:

@@ -245,7 +245,7 @@ def test_few_queries_are_left_to_transformers_where_it_knows_more() -> None:
     )
     close(out, want, 2e-6)
     close(*(torch.autograd.grad(x.sin().sum(), query)[0] for x in (out, want)), 2e-6)
-    asked = LayerCall(None, None, None, None, False, 0.0, None, None, None, {})  # type: ignore[arg-type]
+    asked = LayerCall(None, None, None, None, 3, 9, False, False, 0.0, None, None, None, {})  # type: ignore[arg-type]
     alone = functools.partial(unmodified.are_few, query=query, key=key, mask=mask)
     assert alone(asked)
     assert alone(asked, query=query[:, :, :1], mask=None)
