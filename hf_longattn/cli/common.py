@@ -21,6 +21,7 @@ from ..evaluation.options import HELP, EvalOptions
 
 if TYPE_CHECKING:
     from ..evaluation import Experiment, Results
+    from ..evaluation.experiment import Cell
     from ..evaluation.rows import Row
 
 console = Console()
@@ -116,6 +117,7 @@ def measure(
     given: dict[str, Any],
     title: str | None = None,
     page_only: bool = False,
+    dry_run: bool = False,
 ) -> None:
     """Run a measuring command: check, measure what is missing, write the page, and show the tables that say most.
 
@@ -148,6 +150,9 @@ def measure(
     say_precision(given["dtype"], options.dtype)
     with refusing("--out"):
         experiment = runner.open(out, {"command": command_line(context)})
+    if dry_run:
+        show_cells(experiment)
+        return
     interrupted = not page_only and run(experiment, out, runner.format_row)
     results = runner.results(experiment, everything=page_only)
     if interrupted and not results.rows:
@@ -241,6 +246,21 @@ def run(experiment: Experiment, out: Path | None, tell: Callable[[Row, bool], st
     if rank > 0:
         raise typer.Exit(130 if interrupted else 0)
     return interrupted
+
+
+def show_cells(experiment: Experiment) -> None:
+    """The rows that would be measured, by setting and task; no weights are read, and nothing is written."""
+    found: dict[tuple[str, str], list[Cell]] = {}
+    for cell in experiment.cells:
+        found.setdefault((cell.key["setting"], cell.key["task"]), []).append(cell)
+    rows = []
+    for (setting, task), cells in found.items():
+        lengths = ", ".join(f"{n:,}" for n in sorted({cell.key["length"] for cell in cells if cell.key["length"]}))
+        there = sum(cell.name in experiment.rows for cell in cells)
+        rows.append([setting, task, lengths, str(len(cells)), str(there)])
+    console.print(table("Rows to measure", ("setting", "task", "tokens", "rows", "there already"), rows))
+    still = sum(cell.name not in experiment.rows for cell in experiment.cells)
+    say(f"{still} of {len(experiment.cells)} rows would be measured. Nothing was measured or written.")
 
 
 def stop(experiment: Experiment, out: Path | None) -> NoReturn:

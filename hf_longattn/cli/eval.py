@@ -26,6 +26,7 @@ def evaluate(
     page_only: Annotated[
         bool, typer.Option("--page-only", help="Measure nothing; write the page from all rows in the folder.")
     ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, list the rows to measure, and stop.")] = False,
     title: Annotated[str | None, typer.Option(help="The page's title.")] = None,
     **given: Any,
 ) -> None:
@@ -37,7 +38,7 @@ def evaluate(
     Several processes or GPUs:
     torchrun --nproc-per-node 8 -m hf_longattn.cli eval ...
     """
-    measure(context, model, text, out, given, title, page_only)
+    measure(context, model, text, out, given, title, page_only, dry_run)
 
 
 @measuring("distances", "passages", "dtype", "device", "seed")

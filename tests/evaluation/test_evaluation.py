@@ -730,6 +730,9 @@ def test_command_writes_the_page_of_an_interrupted_run(folder: Path, tmp_path: P
     monkeypatch.setattr(Loss, "measure", stops)
     arguments = ["eval", str(folder / "model"), "--text", str(folder / "a.txt"), "--out", str(out)]
     arguments += ["--lengths", "256,1k", "--targets", "64"]
+    result = CliRunner().invoke(app, [*arguments, "--dry-run"])
+    assert (result.exit_code, out.exists()) == (0, False), result.output
+    assert "2 of 2 rows would be measured" in result.output
     for extra, code in (([], 130), (["--page-only"], 0)):
         result = CliRunner().invoke(app, [*arguments, *extra])
         assert result.exit_code == code, result.output
@@ -737,6 +740,11 @@ def test_command_writes_the_page_of_an_interrupted_run(folder: Path, tmp_path: P
         facts = json.loads((out / "report.json").read_text())["facts"]
         assert facts["Rows"] == "1 measured; of this command's 2, 1 are open"
     assert "unmodified" in result.output
+    kept = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
+    result = CliRunner().invoke(app, [*arguments, "--method", "infoscale", "--dry-run"])
+    assert result.exit_code == 0, result.output
+    assert "3 of 4 rows would be measured" in result.output
+    assert kept == {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
 
 
 @pytest.mark.slow
