@@ -84,8 +84,8 @@ def own_configs(view: View) -> bool:
     if not any(isinstance(raw_section(c), LongAttnConfig) for c in mine):  # no model runs a method under one of them
         return False
     with _MODELS_LOCK:
-        others = [other for other in _MODELS if modules.isdisjoint(modules_of(other))]
-    shared = {id(vars(m).get("config")) for other in others for m in modules_of(other)}
+        others = [inside for other in _MODELS if modules.isdisjoint(inside := modules_of(other))]
+    shared = {id(vars(m).get("config")) for inside in others for m in inside}
     if shared.isdisjoint(map(id, mine)):
         return False
     memo: dict[int, Any] = {}
