@@ -36,6 +36,8 @@ FORMAT_VERSION = 1
 
 #: The name that stands for "whatever the config says", for combinations that have no name of their own.
 CUSTOM = "longattn"
+#: Before the name in a checkpoint, which so says which package it needs.
+PREFIX = "hf_longattn."
 NO_PARTS = "each part is a config with a method and without parts; layers in no part stay as they are"
 
 
@@ -252,7 +254,7 @@ class LongAttnConfig:
         """
         if isinstance(what, (list, tuple)):
             if not what:
-                raise ValueError(NO_PARTS)
+                raise ValueError("an empty list names no method; hf_longattn.remove(model) takes a method out")
             what = cls(parts=tuple(what))
         if isinstance(what, Mapping):
             what = cls._of_slots(what)
@@ -410,7 +412,7 @@ def split_text(text: str) -> tuple[str, dict[str, Any], str]:
     Raises:
         ValueError: a parameter is no key=value, or is given twice.
     """
-    what, _, rope = text.strip().partition("@")
+    what, _, rope = text.strip().removeprefix(PREFIX).partition("@")
     name, *pairs = names_in(what), *(part.strip() for part in what.split(":")[1:])
     if "+" in name and "" in name.split("+"):
         raise ValueError(f"a name is missing beside '+' in {text!r}")

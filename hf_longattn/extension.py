@@ -15,6 +15,7 @@ from .integration import apply, get_config, rope
 from .integration.guards import position_tables
 from .integration.layer_methods import bound_in
 from .integration.layers import View
+from .integration.model import meant_by
 from .methods.yarn_beyond import YarnBeyond
 from .slots.method import ModelFacts
 from .user_warnings import warn
@@ -80,7 +81,7 @@ def extend(
         parameters["train_length"] = length_of(train_length)
     elif replaced is not None and replaced.train_length is not None:  # as it was told or read when that method came
         parameters["train_length"], known = replaced.train_length, replaced.trained
-    asked = None if method is None else LongAttnConfig.parse(method, parameters)
+    asked = None if method is None else LongAttnConfig.parse(meant_by(method, model), parameters)
     told = parameters.get("train_length") if asked is None else asked.train_length
     facts = bound_in(view, LongAttnConfig(train_length=told))[1]
     config = default(facts, length, purpose, parameters) if asked is None else asked

@@ -191,7 +191,7 @@ class AttentionLayout:
     def _plain(self) -> slice | None:
         position, key_start, _, low, high = self.index.to("cpu").unbind(-1)
         first, last, q_len = int(low[0, 0]), int(high[0, -1]), low.shape[1]
-        triangle = torch.arange(last - q_len + 1, last + 1)
+        triangle = torch.arange(last - q_len + 1, last + 1, device="cpu")
         if not ((low == first).all() and (high == triangle).all() and (position == triangle).all()):
             return None
         begin = int(key_start[0, 0])

@@ -147,7 +147,8 @@ class RotationDelta(NamedTuple):
 
         cos, sin = tables.get((self.known_rotation, name, length, device, version(self.known_rotation.inv_freq)), build_all)
         if position.ndim > 2:
-            which = sent(torch.tensor(self.known_rotation.axes), device).expand(1, *position.shape[1:], *cos.shape[1:])
+            which = sent(torch.tensor(self.known_rotation.axes, device="cpu"), device)
+            which = which.expand(1, *position.shape[1:], *cos.shape[1:])
             position = sent(position, device)
             return cos[position].gather(0, which)[0], sin[position].gather(0, which)[0]
         first, n = int(position[0, 0]), position.shape[1]

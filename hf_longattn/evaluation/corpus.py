@@ -78,7 +78,7 @@ class Corpus:
 
     def whole(self, text: str) -> Tensor:
         """The tokens of a text, (1, length), behind the beginning-of-text token where there is one."""
-        return torch.cat([torch.tensor(self.start, dtype=torch.int64), self.encoded[text]])[None]
+        return torch.cat([torch.tensor(self.start, dtype=torch.int64, device="cpu"), self.encoded[text]])[None]
 
     def _cut(self) -> list[Document]:
         windows, window = self.options.windows, self.longest - len(self.start)
@@ -100,7 +100,7 @@ class Corpus:
         """The last `length` tokens of a document (with a prefix the first), (1, length), behind the beginning-of-text token
         where there is one.
         """
-        start = torch.tensor(self.start, dtype=torch.int64)
+        start = torch.tensor(self.start, dtype=torch.int64, device="cpu")
         first = 0 if self.options.prefix else len(document.ids) - (length - len(start))
         return torch.cat([start, document.ids[first : first + length - len(start)]])[None]
 

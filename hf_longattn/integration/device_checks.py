@@ -23,7 +23,7 @@ class Claims:
         if holds.device.type != "cuda":
             _refuse_false(holds, message)
             return
-        answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+        answer = torch.empty((), dtype=torch.bool, pin_memory=True, device="cpu")
         with torch.cuda.device_of(holds):
             answer.copy_(holds, non_blocking=True)
             event = torch.cuda.Event()

@@ -190,8 +190,8 @@ def _refuse_part(name: str, part: LongAttnConfig, candidates: list[Layer], chose
         raise ValueError(f"layers names {sorted(missing)}, which have no causal softmax attention in this model")
     if not part.methods:
         raise ValueError(
-            f"attn_implementation={CUSTOM!r} takes its method from the longattn section, and that fills no slot: pass "
-            'longattn={"positions": {"name": "rerope", ...}, ...}, or name it'
+            'the config fills no slot: name a method (hf_longattn.apply(model, "rerope")), or beside attn_implementation='
+            f'{CUSTOM!r} fill one, longattn={{"positions": {{"name": "rerope", ...}}, ...}}'
         )
     if not chosen:
         raise ValueError(

@@ -18,10 +18,10 @@ from ..config import LongAttnConfig, written
 from ..slots.learned import LearnedParts, container_of
 from ..user_warnings import warn
 from .changes import release, transaction, without_method
-from .config_records import before, raw_section
+from .config_records import NameOf, before, raw_section
 from .internals import get_implementation, set_implementation
 from .layer_methods import put, settle
-from .layers import Layer, View, language_config
+from .layers import Layer, View, language_config, pretrained
 from .masks import base_implementation
 from .max_length import announce_running
 from .model_facts import own_temperature
@@ -30,7 +30,7 @@ from .offload import is_empty
 from .parameters import attach
 from .saved_method import method_in, record_in_adapters
 from .state import LayerMethod, is_settled, method_of, set_method
-from .trained_length import Trained, published, recorded
+from .trained_length import GIVEN, Trained, published, recorded
 
 Model = TypeVar("Model", bound=nn.Module)
 #: What `LongAttnConfig.parse` takes.
@@ -58,10 +58,24 @@ def apply(model: Model, method: Method | list[Method] | tuple[Method, ...], **pa
     """
     if isinstance(method, nn.Module):
         raise TypeError(f"the model comes first, then the method, and the method given is a {type(method).__name__}")
-    config = LongAttnConfig.parse(method, parameters)
+    config = LongAttnConfig.parse(meant_by(method, model), parameters)
     with change(model) as view:
         _put(view, config, _changed(view) if is_settled(view) and not isinstance(config.layers, str) else set())
     return model
+
+
+def meant_by(method: Any, model: nn.Module) -> Any:
+    """The method that a running model's name (`config._attn_implementation`) stands for; the name alone where that method
+    would not fit this model; anything else as it is.
+    """
+    if not isinstance(method, NameOf):
+        return method
+    return method.method if fits(method.method, language_config(pretrained(model).config)) else str(method)
+
+
+def fits(method: LongAttnConfig, config: Any) -> bool:
+    """Tell whether another model's method may run as it is: its trained length was given, is this one's, or it has none."""
+    return method.trained == GIVEN or method.train_length in (None, recorded(config, config.longattn).length)
 
 
 def _changed(view: View) -> set[int]:

@@ -12,12 +12,11 @@ from typing import Any, TypeGuard
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..config import CUSTOM, LongAttnConfig, names_in
+from ..config import CUSTOM, PREFIX, LongAttnConfig, names_in
 from ..slots.registry import LISTENERS, STOCK, did_you_mean, from_elsewhere, list_methods, meant
 from .config_records import raw_section
 from .internals import get_implementation
 
-PREFIX = "hf_longattn."
 #: What vLLM makes of the name of ours in a config, where it builds the model.
 SERVED = ("vllm", "vllm_mla")
 #: Before the class names in a strict checkpoint's config, which every other engine dispatches on and then refuses.

@@ -14,7 +14,7 @@ from typing import Any
 from torch.compiler import is_dynamo_compiling
 from transformers import Cache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..config import CUSTOM, LongAttnConfig, is_whole, read_name
+from ..config import CUSTOM, PREFIX, LongAttnConfig, is_whole, read_name
 from ..slots.registry import STOCK, method_class, parameters_of
 from ..user_warnings import warn
 from .changes import remember
@@ -24,8 +24,8 @@ from .layer_methods import prepare, refuse_name
 from .layers import View, language_config
 from .masks import own_implementation
 from .max_length import announce_beside, announce_running
-from .model import apply, change, say_what_runs, warn_of_lost_softcap, warn_untrained
-from .names import PREFIX, SERVED, TRIPWIRE, hint, is_longattn_name, methods_in, name_for, ours_in, register_combination, short
+from .model import apply, change, fits, say_what_runs, warn_of_lost_softcap, warn_untrained
+from .names import SERVED, TRIPWIRE, hint, is_longattn_name, methods_in, name_for, ours_in, register_combination, short
 from .offload import keep_learned, refuse_to_save
 from .parameters import initialise
 from .patch import Patch
@@ -33,7 +33,6 @@ from .resume import train
 from .saved_method import by_number
 from .shared import own_configs
 from .token_axes import carry_token_axes
-from .trained_length import GIVEN, recorded
 
 #: What a composite config calls its language model's, and callers therefore also that of a model of text alone.
 TEXT = "text_config"
@@ -196,14 +195,9 @@ def _put_method(config: PreTrainedConfig, name: NameOf) -> str:
     """
     section = raw_section(config)
     typed = isinstance(section, LongAttnConfig) or (section and not is_whole(section))
-    if not typed and is_longattn_name(name) and _fits(name.method, config):
+    if not typed and is_longattn_name(name) and fits(name.method, config):
         config.longattn = name.method.to_dict()
     return str(name)
-
-
-def _fits(method: LongAttnConfig, config: PreTrainedConfig) -> bool:
-    """Tell whether another model's method may run as it is: its trained length was given, is this one's, or it has none."""
-    return method.trained == GIVEN or method.train_length in (None, recorded(config, config.longattn).length)
 
 
 def _put_parameters(config: PreTrainedConfig, implementation: str) -> str:
@@ -320,7 +314,7 @@ def _replacement(model: PreTrainedModel, implementation: Any) -> LongAttnConfig 
     config = raw_section(target)
     if not isinstance(config, LongAttnConfig) or not config.methods:  # somebody wrote there what is to run
         return None
-    if isinstance(implementation, NameOf) and implementation.method.methods and _fits(implementation.method, target):
+    if isinstance(implementation, NameOf) and implementation.method.methods and fits(implementation.method, target):
         return None if implementation.method == config else implementation.method
     name = methods_in(implementation)
     if name == CUSTOM or (

@@ -161,7 +161,8 @@ def build(model: Any, settings: dict[str, Any]) -> RotaryTables:
     modules = []
     for parent, name, module in _rotary_modules(model):
         device = next(module.buffers()).device
-        fresh = type(module)(text).to(device)  # type: ignore[call-arg]
+        with torch.device("cpu"):  # as from_pretrained makes it, whatever the default device is
+            fresh = type(module)(text).to(device)  # type: ignore[call-arg]
         fresh.config = module.config  # which has these settings once they are in
         modules.append((parent, name, fresh))
     if not modules:

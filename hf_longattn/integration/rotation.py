@@ -137,8 +137,8 @@ def find_axes(source: RotarySource, computed: Iterable[tuple[str, Tensor, Tensor
         ValueError: no axis gives what a layer computed of a pair, or several do.
     """
     rotation, names = source.under(source.convention or Convention()), []
-    fits = torch.ones(len(FAR_APART), len(rotation.inv_freq), dtype=torch.bool)
-    farthest = torch.tensor(FAR_APART).amax(0)[:, None]
+    fits = torch.ones(len(FAR_APART), len(rotation.inv_freq), dtype=torch.bool, device="cpu")
+    farthest = torch.tensor(FAR_APART, device="cpu").amax(0)[:, None]
     rounded = farthest * rotation.inv_freq.abs().cpu() > 512  # angles that models may have rounded in another way
     for name, *vectors in computed:
         names.append(name)

@@ -14,12 +14,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..config import LongAttnConfig
+from ..config import PREFIX, LongAttnConfig
 from ..slots.learned import LearnedParts, learned_parts
 from . import rope
 from .internals import commit_of, get_implementation
 from .layers import View
-from .names import PREFIX, is_longattn_name, ours_in, short
+from .names import is_longattn_name, ours_in, short
 
 #: The file of an adapter's config.
 ADAPTER = "adapter_config.json"

@@ -25,6 +25,9 @@ from .rotation import FAR_APART, PROBE, Convention, RotarySource, find_axes, fin
 from .state import AttentionState, LayerMethod, method_of, set_method
 from .trained_length import CHANGING
 
+#: So many tokens are looked at for one whose embedding is more than zeros.
+TOKENS = 16
+
 #: Why a layer is not remapped, or left alone where nothing else changes it.
 NOT_ROTATED = "no rotary encoding"
 
@@ -101,14 +104,23 @@ def _probed(
         probed[x.module] = replace(methods[x.module], config=LongAttnConfig(), rotary=None, observer=observer)
     equal = [x.module.register_forward_pre_hook(_with_equal_tokens, with_kwargs=True) for x in view.layers if not x.why_never]
     try:
-        device = view.model.get_input_embeddings().weight.device
-        ids = torch.ones(1, PROBE, dtype=torch.int64, device="cpu" if device.type == "meta" else device)
+        token, device = _token(view.model.get_input_embeddings())
+        ids = torch.full((1, PROBE), token, dtype=torch.int64, device=device)
         with evaluating(view.model), probing(methods[layers[0].module].state, probed):
             type(called).forward(called, input_ids=ids, use_cache=False, **given)  # the instance's may be a trainer's
     finally:
         for handle in equal:
             handle.remove()
     return computed
+
+
+def _token(embeddings: Any) -> tuple[int, torch.device]:
+    """A token that is embedded as more than zeros, which padding is not, and the device on which a call's tokens are to be."""
+    weight, padding = embeddings.weight, getattr(embeddings, "padding_idx", None)
+    tokens = [n for n in range(1, min(len(weight), TOKENS)) if n != padding] or [0]
+    if weight.device.type == "meta":  # offloaded
+        return tokens[0], torch.device("cpu")
+    return next((n for n in tokens if bool(weight[n].any())), tokens[0]), weight.device
 
 
 def _unscaled(queries: Tensor) -> Tensor:
@@ -237,4 +249,4 @@ def _with_equal_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 def _computes(view: View) -> bool:
     """Tell whether a forward pass gives values: weights are there, or accelerate's hooks fetch them."""
     offloaded = any(map(has_hook, view.modules))
-    return readable(torch.empty(0)) and (offloaded or all(readable(p) for p in view.model.parameters()))
+    return readable(torch.empty(0, device="cpu")) and (offloaded or all(readable(p) for p in view.model.parameters()))

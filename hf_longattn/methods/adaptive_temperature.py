@@ -88,7 +88,7 @@ def fit_adaptive_temperature(
     Raises:
         ValueError: fewer usable samples than coefficients.
     """
-    theta = torch.arange(1, 101, dtype=torch.float64) / 10
+    theta = torch.arange(1, 101, dtype=torch.float64, device="cpu") / 10
     entropies, inverse = [], []
     for row, target in zip(logits, targets, strict=True):
         row = row.double()

@@ -18,10 +18,10 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from ..checks import UNFINISHED
-from ..config import LongAttnConfig, written
+from ..config import PREFIX, LongAttnConfig, written
 from ..integration.classes import loaders, task
 from ..integration.internals import adapter_classes
-from ..integration.names import PREFIX, TRIPWIRE
+from ..integration.names import TRIPWIRE
 from ..integration.saved_method import ADAPTER, method_in, saved_in, type_of
 from ..integration.trained_length import recorded
 from ..slots.registry import modules_of

@@ -121,7 +121,7 @@ class KeyIntervals(Method, ABC):
         def of_one_head(x: Tensor, like: Tensor) -> Tensor:
             return x[..., 0] if x.ndim > like.ndim else x
 
-        i, j = torch.arange(12)[:, None], torch.arange(12)
+        i, j = torch.arange(12, device="cpu")[:, None], torch.arange(12, device="cpu")
         for n, interval in enumerate(self.intervals(j)):
             ends, remaps = {"first": interval.first, "last": interval.last}, {"query": interval.query, "key": interval.key}
             yield from ((f"intervals()[{n}].{name}", end, j) for name, end in ends.items() if end is not None)
@@ -138,7 +138,7 @@ def _check_intervals(method: KeyIntervals) -> None:
     Looks at queries near the first positions and near powers of two, and for each at the keys at both edges of its intervals.
     """
     near_powers = [2**k + d for k in range(5, 18) for d in (-1, 0, 1)]
-    i = torch.tensor([*range(24), *near_powers])
+    i = torch.tensor([*range(24), *near_powers], device="cpu")
     intervals, whole = method.intervals(i), torch.full_like(i, 0)
     edges = [(whole if b.first is None else b.first, i if b.last is None else b.last) for b in intervals]
     looked_at = [whole, whole + 1, i // 2, i, *(edge + d for ends in edges for edge in ends for d in (-1, 0, 1))]
@@ -221,7 +221,7 @@ class Visibility(KeyIntervals):
 
     def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
         yield from super().trial(facts)
-        i, j = torch.arange(12)[:, None], torch.arange(12)
+        i, j = torch.arange(12, device="cpu")[:, None], torch.arange(12, device="cpu")
         yield "visible", self.visible(i, j), i >= j
 
 
@@ -241,12 +241,12 @@ class Score(Method, ABC):
 
     def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
         query, key = (
-            torch.arange(1.0, 1 + heads * 6 * facts.head_dim).sin().view(1, heads, 6, facts.head_dim)
+            torch.arange(1.0, 1 + heads * 6 * facts.head_dim, device="cpu").sin().view(1, heads, 6, facts.head_dim)
             for heads in (facts.num_heads, facts.num_kv_heads)
         )
         found = self.fold(query, key)
         yield from (("fold, the query", found[0], query), ("fold, the key", found[1], key))
-        yield "fold, the scaling", torch.tensor(float(found[2])), torch.ones(())
+        yield "fold, the scaling", torch.tensor(float(found[2]), device="cpu"), torch.ones((), device="cpu")
 
 
 class Temperature(Method, ABC):
@@ -313,7 +313,7 @@ class LengthTemperature(Temperature):
         """The published factor, unclamped."""
 
     def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
-        n = torch.tensor([1, 2, 3, 16, 17, 65536], dtype=torch.float64)
+        n = torch.tensor([1, 2, 3, 16, 17, 65536], dtype=torch.float64, device="cpu")
         yield "formula", self.factor(n, facts.head_dim), n
 
 
@@ -329,7 +329,8 @@ class EntropyTemperature(Temperature, ABC):
         return self.factor
 
     def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
-        entropy = torch.linspace(0, 11, facts.num_heads * 6).view(1, facts.num_heads, 6)  # 11 nats: 60,000 keys alike
+        entropy = torch.linspace(0, 11, facts.num_heads * 6, device="cpu")  # 11 nats: 60,000 keys alike
+        entropy = entropy.view(1, facts.num_heads, 6)
         yield "factor", self.factor(entropy), entropy
 
 
@@ -361,7 +362,7 @@ class LogitMap(Method, ABC):
     def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
         for name, table in zip(("gain", "bias"), self.tables(facts.num_heads, 12, torch.device("cpu")), strict=True):
             heads = 1 if len(table) == 1 else facts.num_heads
-            yield f"tables, {name}", table, torch.ones(heads, 12, dtype=torch.float64)
+            yield f"tables, {name}", table, torch.ones(heads, 12, dtype=torch.float64, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -401,7 +402,7 @@ class Sink(Method, ABC):
         """The logarithm of the term for each head, (heads,), in the dtype and on the device of `like`."""
 
     def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
-        like = torch.ones(facts.num_heads)
+        like = torch.ones(facts.num_heads, device="cpu")
         yield "logits", self.logits(facts.num_heads, like), like
 
 
@@ -423,5 +424,6 @@ class OutputNorm(Method, ABC):
         """Output (batch, heads, q_len, head_dim), normalised; `affine` is the learned part, if any."""
 
     def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
-        output = torch.arange(float(facts.num_heads * facts.value_dim)).view(1, facts.num_heads, 1, facts.value_dim)
+        output = torch.arange(float(facts.num_heads * facts.value_dim), device="cpu")
+        output = output.view(1, facts.num_heads, 1, facts.value_dim)
         yield "normalise", self.normalise(output), output

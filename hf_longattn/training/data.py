@@ -163,7 +163,7 @@ def pack(documents: Iterable[list[int]], length: int, start: Sequence[int] = ())
             ids += piece
             positions += range(len(piece))
             if len(ids) == length:
-                yield torch.tensor(ids), torch.tensor(positions)
+                yield torch.tensor(ids, device="cpu"), torch.tensor(positions, device="cpu")
                 ids, positions = [], []
 
 
@@ -197,7 +197,7 @@ def skipped(input_ids: Tensor, skip: Skip, rng: random.Random) -> tuple[Tensor, 
     """
     assert skip.target_length is not None  # `preflight.prepare` saw to it
     length = len(input_ids)
-    positions = torch.arange(length)
+    positions = torch.arange(length, device="cpu")
     if rng.random() < skip.unskipped:
         return input_ids, positions
     least = length // (2 * skip.chunks)
@@ -206,7 +206,7 @@ def skipped(input_ids: Tensor, skip: Skip, rng: random.Random) -> tuple[Tensor, 
     starts = [0, *(cut + least * (i + 1) for i, cut in enumerate(cuts))]
     jumps = sorted(rng.randint(0, skip.target_length - length) for _ in starts[1:])
     for start, jump in zip(starts[1:], jumps, strict=True):
-        positions[start:] = torch.arange(start, length) + jump
+        positions[start:] = torch.arange(start, length, device="cpu") + jump
     if rng.random() < skip.repeat:
         first, last = starts[1], length - starts[-1]
         size = min(first, last)
@@ -234,7 +234,8 @@ class PartCollator:
         if self.parts == 1:
             return batch
         if "position_ids" not in batch:
-            batch["position_ids"] = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
+            ids = batch["input_ids"]
+            batch["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         batch["shift_labels"] = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORE)[:, 1:]
         return {name: x.chunk(self.parts, 1)[self.rank] for name, x in batch.items()}
 
@@ -244,7 +245,7 @@ class Windows(Dataset[Example]):
 
     def __init__(self, rows: Iterable[tuple[Tensor, Tensor]], finish: Finish) -> None:
         pairs = [(ids.int(), positions.int()) for ids, positions in _teaching(rows)]
-        self.ids = torch.stack([ids for ids, _ in pairs]) if pairs else torch.empty(0, 0, dtype=torch.int32)
+        self.ids = torch.stack([ids for ids, _ in pairs]) if pairs else torch.empty(0, 0, dtype=torch.int32, device="cpu")
         self.positions = torch.stack([p for _, p in pairs]) if pairs and finish.by_document else None
         self.finish = finish
 
@@ -252,7 +253,7 @@ class Windows(Dataset[Example]):
         return len(self.ids)
 
     def __getitem__(self, index: int) -> Example:
-        positions = torch.empty(0) if self.positions is None else self.positions[index]
+        positions = torch.empty(0, device="cpu") if self.positions is None else self.positions[index]
         return self.finish(index, self.ids[index], positions)
 
 
@@ -289,7 +290,7 @@ class NeedleWindows(Dataset[Example]):
 def flat(sources: list[str], hub: Hub, tokenizer: Any, limit: int | None = None) -> Tensor:
     """All documents as one int64 tensor (tokens,), the first `limit` tokens if given."""
     chained = itertools.chain.from_iterable(documents(sources, hub, tokenizer))
-    return asked(torch.tensor(list(itertools.islice(chained, limit)), dtype=torch.int64))[0]
+    return asked(torch.tensor(list(itertools.islice(chained, limit)), dtype=torch.int64, device="cpu"))[0]
 
 
 class Data:
@@ -308,7 +309,7 @@ class Data:
         kept_out = None if recipe.heldout is None else find(recipe.heldout)
         limit = recipe.needle.haystack_tokens if recipe.needle is not None and recipe.hub.streaming else None
         kept = max(longest, recipe.evaluation.tokens)
-        self.held_out = torch.empty(0, dtype=torch.int64)
+        self.held_out = torch.empty(0, dtype=torch.int64, device="cpu")
         self.start = Encoder(tokenizer).start
         self.train_task: NeedleTask | None = None
         self.test_task: NeedleTask | None = None
@@ -367,7 +368,7 @@ def _samples(recipe: Recipe) -> int:
 
 def _split(tokens: list[list[int]], kept: int) -> tuple[list[list[int]], Tensor]:
     """The last `kept` tokens held out, the documents before them to train on."""
-    flat_tokens = torch.tensor(list(itertools.chain.from_iterable(tokens)), dtype=torch.int64)
+    flat_tokens = torch.tensor(list(itertools.chain.from_iterable(tokens)), dtype=torch.int64, device="cpu")
     room = len(flat_tokens) - kept
     train = []
     for document in tokens:

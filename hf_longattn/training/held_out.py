@@ -37,18 +37,18 @@ def held_out_sums(
     for length in lengths:
         if data.test_task is not None:
             count = recipe.evaluation.samples
-            found = torch.zeros(2, 2, dtype=torch.float64)
+            found = torch.zeros(2, 2, dtype=torch.float64, device="cpu")
             for i in range(*_mine(count, share)):
                 found += (i < count) * _needle(model, data.test_task, i % count, length)
                 tick(length)
             out[length] = found
             continue
         windows = windows_of(data.held_out, length, recipe.evaluation.tokens, data.start)
-        total = torch.zeros(len(edges(length)) - 1, 2, dtype=torch.float64)
+        total = torch.zeros(len(edges(length)) - 1, 2, dtype=torch.float64, device="cpu")
         for i in range(*_mine(len(windows), share)):
             losses = token_losses(model, windows[i % len(windows)][None].to(model.device)).cpu()
-            counts = torch.tensor([b - a for a, b in zip(edges(length), edges(length)[1:], strict=False)])
-            sums = torch.stack([torch.tensor(loss_by_position(losses, edges(length))) * counts, counts], 1)
+            counts = torch.tensor([b - a for a, b in zip(edges(length), edges(length)[1:], strict=False)], device="cpu")
+            sums = torch.stack([torch.tensor(loss_by_position(losses, edges(length)), device="cpu") * counts, counts], 1)
             total += (i < len(windows)) * sums.double()
             tick(length)
         out[length] = total
@@ -93,7 +93,7 @@ def _needle(model: Any, task: NeedleTask, index: int, length: int) -> Tensor:
     ids = sample.input_ids[None].to(model.device)
     whole, *each = answer_scores(model, ids, [(sample.prompt_length, length), *sample.spans])
     result = sum(score.exact for score in each)
-    return torch.tensor([[-whole.log_likelihood, whole.tokens], [result, len(each)]], dtype=torch.float64)
+    return torch.tensor([[-whole.log_likelihood, whole.tokens], [result, len(each)]], dtype=torch.float64, device="cpu")
 
 
 def _mine(count: int, share: tuple[int, int]) -> tuple[int, int, int]:

@@ -96,7 +96,7 @@ class CausalLoss:
             if taught is not None:
                 total = total + weight * losses[1].sum()
         counts = torch.zeros(PARTS, device=labels.device).index_add_(0, part, (labels != IGNORE).sum(0).float())
-        items = torch.as_tensor(counts.sum() if num_items_in_batch is None else num_items_in_batch)
+        items = torch.as_tensor(counts.sum() if num_items_in_batch is None else num_items_in_batch, device=total.device)
         return {"loss": total / items.clamp(min=1), "cross_entropy": sums[0], "divergence": sums[1], "tokens": counts}
 
     def _losses(self, hidden: Tensor, taught: Tensor | None, labels: Tensor) -> tuple[Tensor, Tensor]:

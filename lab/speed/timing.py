@@ -105,7 +105,7 @@ def attention_calls(shape: Shape, mode: str, dtype: torch.dtype, device: str, ch
         return run
 
     # as in a model: the layers of a forward pass share the rows, and what is prepared for them
-    rows = geometry.Rows.causal(q.shape[2], k.shape[2], None, 0, q.device)
+    rows = geometry.AttentionLayout.causal(q.shape[2], k.shape[2], None, 0, q.device)
     model: dict[str, Any] = {"scaling": shape.head_dim**-0.5, "rotation": rotation}
 
     def call(method: str, backend: str) -> Callable[[], Tensor]:
@@ -120,7 +120,7 @@ def attention_calls(shape: Shape, mode: str, dtype: torch.dtype, device: str, ch
             made, config = RotatedKeys(), (METHODS | TURNED)[method]
             kept: dict[str, Any] = {"keep": lambda by, key: made, "backend": backend}  # as behind a model's cache
             kept = {} if backend == EACH_TIME else kept
-            asked = attention_call.Call(q, k, v, config, rows, kind=(method, backend), **model, **kept)
+            asked = attention_call.Call(q, k, v, config, rows, method_id=(method, backend), **model, **kept)
             if method not in TURNED:
                 return lambda: attend(asked)
             plan = plan_of(asked)  # as all layers of a pass but its first find it

@@ -119,7 +119,9 @@ def test_load_a_base_with_the_method(section: Any, name: str, base: Path) -> Non
 SWITCHED = ["switched", "switched from scale_invariant:tau=50", "switched from rerope"]
 
 
-@pytest.mark.parametrize("way", ["loaded", "copied", "from a config", *SWITCHED, "over a checkpoint's own", "in parts"])
+@pytest.mark.parametrize(
+    "way", ["loaded", "copied", "from a config", *SWITCHED, "applied", "over a checkpoint's own", "in parts"]
+)
 def test_the_name_that_a_running_model_gives_brings_its_method(way: str, base: Path, tmp_path: Path) -> None:
     """By it TRL's DPO and GRPO load the reference model from the policy's base."""
     parts = [CONFIG.replace(layers=[0, 1]), "logn:learned=true:train_length=4"]
@@ -134,6 +136,8 @@ def test_the_name_that_a_running_model_gives_brings_its_method(way: str, base: P
             hf_longattn.apply(again, way.removeprefix("switched from "))
         again.set_attn_implementation(name)
         again.set_attn_implementation(again.config._attn_implementation)
+    elif way == "applied":
+        again = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(base), name)
     else:
         if way == "over a checkpoint's own":
             hf_longattn.apply(stock("llama"), "scale_invariant", tau=50.0).save_pretrained(base := tmp_path / "other")
@@ -149,6 +153,16 @@ def test_the_name_that_a_running_model_gives_brings_no_numbers_to_a_model_of_ano
     stock("llama", max_position_embeddings=128).save_pretrained(tmp_path)
     shorter = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
     assert hf_longattn.get_config(shorter) == hf_longattn.get_config(hf_longattn.apply(shorter, "rerope"))
+    assert hf_longattn.get_config(hf_longattn.apply(shorter, name)) == hf_longattn.get_config(shorter)
+
+
+def test_a_checkpoints_name_of_a_method_is_one(base: Path) -> None:
+    """As config.json has it, wherever a method is named."""
+    assert LongAttnConfig.parse("hf_longattn.rerope+infoscale:window=9") == LongAttnConfig.parse("rerope+infoscale:window=9")
+    m = hf_longattn.extend(AutoModelForCausalLM.from_pretrained(base), to=1024, method="hf_longattn.leaky_rerope")
+    assert [x.name for x in hf_longattn.get_config(m).methods] == ["leaky_rerope"]
+    with pytest.raises(ValueError, match="unknown method 'hf'"):
+        LongAttnConfig.parse("hf")
 
 
 def test_parameters_beside_a_name_that_brings_its_method_are_those_that_were_typed(base: Path) -> None:

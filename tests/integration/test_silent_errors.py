@@ -38,9 +38,10 @@ from transformers.generation.continuous_batching import continuous_api
 from transformers.models.gemma3 import modeling_gemma3 as gemma3
 
 import hf_longattn
+from hf_longattn.config import PREFIX
 from hf_longattn.integration.caches import CACHE, PAGES
 from hf_longattn.integration.masks import base_implementation
-from hf_longattn.integration.names import PREFIX, is_longattn_name
+from hf_longattn.integration.names import is_longattn_name
 from hf_longattn.slots.registry import list_methods
 
 CONFIG = CASES[DEFAULT]

@@ -173,6 +173,16 @@ def test_forward_mode_is_refused_by_the_kernel_and_goes_through_the_reference() 
         close(along, slope, 1e-7)
 
 
+def test_forward_mode_is_refused_where_keys_are_turned() -> None:
+    m, ids = hf_longattn.apply(stock("llama"), "rerope", window=7), tokens()
+    x = m.get_input_embeddings()(ids).detach()
+    with (
+        torch.autograd.forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match="the fused kernel has no forward mode"),
+    ):
+        m(inputs_embeds=torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), use_cache=False)
+
+
 # graphs for any length --------------------------------------------------------------------------------------------------
 
 

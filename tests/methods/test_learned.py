@@ -160,6 +160,16 @@ def test_every_learned_parameter_gets_its_gradient(family: str, case: str) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", ["output_layer_norm", "logn:learned=true", "attention_sink:learned=true"])
+def test_they_train_though_the_method_came_under_inference_mode(method: str) -> None:
+    m = stock("llama")
+    with torch.inference_mode():
+        hf_longattn.apply(m, method, train_length=4)
+    assert not any(p.is_inference() for p in m.parameters())
+    m(tokens()).logits.sin().sum().backward()
+    torch.optim.SGD([p for n, p in m.named_parameters() if "longattn" in n], 0.1).step()
+
+
 def test_they_train_when_compiled() -> None:
     name, parameters = LEARNED["both"]
     m, ids = disturbed(hf_longattn.apply(stock("llama"), name, **parameters), only=".longattn."), tokens()

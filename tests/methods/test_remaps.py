@@ -421,6 +421,18 @@ def test_frequencies_in_half_precision(dtype: torch.dtype) -> None:
     assert errors["rerope"] < 2 * errors["stock"]
 
 
+@pytest.mark.parametrize("zeros", ["of padding", "of other tokens"])
+def test_rotation_is_verified_by_a_token_that_is_more_than_zeros(zeros: str) -> None:
+    """Token 1 is padding in Olmo's default config, and so embedded as zeros, also after training."""
+    m = stock("llama", pad_token_id=1 if zeros == "of padding" else 0)
+    m.get_input_embeddings().weight.data[1 : 2 if zeros == "of padding" else 9] = 0.0
+    assert hf_longattn.apply(m, "rerope", window=7)(tokens() % 10 + 10).logits.isfinite().all()
+    m = stock("llama")
+    m.get_input_embeddings().weight.data.zero_()
+    with pytest.raises(ValueError, match="too small to show it"):
+        hf_longattn.apply(m, "rerope", window=7)
+
+
 @pytest.mark.parametrize("family", ["llama", "nanochat"])
 def test_frequencies_made_under_inference_mode(family: str) -> None:
     """By the model, or by us where it rotates backwards; what is made then serves training too."""

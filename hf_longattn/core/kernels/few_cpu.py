@@ -77,7 +77,7 @@ def _hidden(seen: tuple[SeenSegment, ...], q_len: int, width: int) -> Tensor:
     """Which keys a row sees in no segment, bool (batch or 1, heads or 1, q_len, width)."""
     shapes = [one.own.shape[:3] for one in seen if one.own is not None]
     batch, heads = (max((shape[d] for shape in shapes), default=1) for d in (0, 1))
-    hidden = torch.ones(batch, heads, q_len, width, dtype=torch.bool)
+    hidden = torch.ones(batch, heads, q_len, width, dtype=torch.bool, device="cpu")
     for one in seen:
         hidden[..., one.columns] &= False if one.own is None else ~one.own
     return hidden
@@ -93,7 +93,7 @@ def _seen(plan: AttentionPlan, segment: Segment, columns: slice, own: Tensor | N
         size = columns.stop - columns.start
         angles = beyond[0][:, :, :size], beyond[1][:, :, :size]
     if (side := segment.query or segment.key) is not None:
-        like, parts = torch.empty(0, dtype=wide), 1 if angles is None else 2
+        like, parts = torch.empty(0, dtype=wide, device="cpu"), 1 if angles is None else 2
         rotation = side.known_rotation
         basis = plan.tables.get(("basis", rotation, width, wide), lambda: rotation.basis(width, like))
         turn, other = (x[None, None, None, :, :parts] for x in basis)
@@ -197,7 +197,9 @@ class FewOnCPU:
             self.sizes = list(itertools.chain(*zip(self.sizes, [b - a for a, b in ends] + [0], strict=True)))
         columns: Tensor | slice = slice(None)
         if self.gaps:
-            columns = torch.cat([torch.arange(segment.columns.start, segment.columns.stop) for segment in self.segments])
+            columns = torch.cat(
+                [torch.arange(segment.columns.start, segment.columns.stop, device="cpu") for segment in self.segments]
+            )
         hidden = None if hidden is None else hidden[..., columns]
         self.hidden = None if hidden is None or not hidden.any() else self._grouped(hidden)
         self.own = [None if self.apart or segment.own is None else self._grouped(segment.own) for segment in self.segments]
@@ -227,7 +229,7 @@ class FewOnCPU:
         if all(turn is None for turn in turns):
             return
         if self.scaled:
-            eye = torch.eye(width, dtype=self.wide)[None, None, None]
+            eye = torch.eye(width, dtype=self.wide, device="cpu")[None, None, None]
             turns = [eye if turn is None else turn for turn in turns]
         self.widths = [0 if turn is None else turn.shape[-1] for turn in turns]
         several = [turn for turn in turns if turn is not None]

@@ -11,6 +11,7 @@ from ..rotary import Rotation
 from ..tracing import keepable
 from . import programs
 from .kernel import KernelFailure
+from .operators import NO_FORWARD
 
 
 def rotate(rotation: Rotation, x: Tensor, cos: Tensor, sin: Tensor, at: slice | None = None) -> Tensor:
@@ -52,6 +53,10 @@ class _Rotated(torch.autograd.Function):
         torch.mul(first, cos, out=a).addcmul_(second, sin, value=-1.0)
         torch.mul(second, cos, out=b).addcmul_(first, sin)
         return out
+
+    @staticmethod
+    def jvp(ctx, *tangents):  # type: ignore[no-untyped-def]
+        raise NotImplementedError(NO_FORWARD.format("fused"))
 
     @staticmethod
     def backward(ctx, d):  # type: ignore[no-untyped-def]

@@ -474,4 +474,4 @@ def _join(one: Sums, other: Sums) -> Sums:
 
 
 def dropout_seed(dropout: float) -> Tensor | None:
-    return torch.randint(1 << 62, ()) if dropout else None
+    return torch.randint(1 << 62, (), device="cpu") if dropout else None

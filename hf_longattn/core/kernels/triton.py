@@ -75,7 +75,7 @@ DEGREES = 1 << 1 | 1 << 3
 def _fit(degree: int) -> tuple[list[int], list[list[float]]]:
     """Chebyshev points about a centre, and the matrix from a table's values there to the coefficients of a polynomial."""
     nodes = [round(_REACH * math.cos(math.pi * (n + 0.5) / (degree + 1))) for n in range(degree + 1)]
-    powers = torch.tensor(nodes, dtype=torch.float64)[:, None] ** torch.arange(degree + 1)
+    powers = torch.tensor(nodes, dtype=torch.float64, device="cpu")[:, None] ** torch.arange(degree + 1, device="cpu")
     return [_REACH + n for n in nodes], torch.linalg.inv(powers).T.tolist()
 
 

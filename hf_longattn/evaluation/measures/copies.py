@@ -42,7 +42,7 @@ def with_copies(input_ids: Tensor, copies: Sequence[Copy]) -> tuple[Tensor, Tens
         ValueError: a copy ends beyond the text, or overwrites a copy or a passage that is copied.
     """
     ids = input_ids.clone()
-    taken, read = (torch.zeros(input_ids.shape[1], dtype=torch.bool) for _ in range(2))
+    taken, read = (torch.zeros(input_ids.shape[1], dtype=torch.bool, device="cpu") for _ in range(2))
     for copy in copies:
         source = slice(copy.position - copy.distance, copy.position - copy.distance + PASSAGE)
         target = slice(copy.position, copy.position + PASSAGE)

@@ -113,8 +113,8 @@ class Diagnostics:
             lengths=tuple(data["lengths"]),
             ranges=tuple((first, last) for first, last in data["ranges"]),
             z=tuple(data["z"]),
-            rows=torch.tensor(data["rows"]),
-            range_rows=torch.tensor(data["range_rows"]),
+            rows=torch.tensor(data["rows"], device="cpu"),
+            range_rows=torch.tensor(data["range_rows"], device="cpu"),
             values={
                 name: torch.from_numpy(numpy.array(entry["values"], dtype=numpy.float64))
                 for name, entry in data["values"].items()

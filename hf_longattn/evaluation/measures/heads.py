@@ -34,8 +34,8 @@ def copying_heads(model: nn.Module, input_ids: Tensor) -> Tensor:
     targets = [length // 2 + step * n for n in range(count)]
     copies = [Copy(target - step * (count - 1 - n), target) for n, target in enumerate(targets)]
     again = [range(c.position + SKIP, c.position + PASSAGE - 1) for c in copies]
-    reading = torch.tensor([i for each in again for i in each])
-    expected = torch.tensor([i - c.distance + 1 for c, each in zip(copies, again, strict=True) for i in each])
+    reading = torch.tensor([i for each in again for i in each], device="cpu")
+    expected = torch.tensor([i - c.distance + 1 for c, each in zip(copies, again, strict=True) for i in each], device="cpu")
     result: dict[int, Tensor] = {}
 
     def seen(layer: Layer, call: Call) -> None:

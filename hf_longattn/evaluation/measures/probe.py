@@ -98,7 +98,7 @@ def probe(model: Any, input_ids: Tensor, distances: Sequence[int]) -> Probe:
     if not distances or min(distances) < LEAST:
         raise ValueError(f"the probe shows distances from {LEAST} on, not {list(distances)}")
     read = torch.cat([input_ids, input_ids[:, :PASSAGE]], 1).to(model.device)
-    text, copies = torch.empty(2, len(read), len(distances))
+    text, copies = torch.empty(2, len(read), len(distances), device="cpu")
     for n, distance in enumerate(distances):
         position_ids = torch.arange(TOKENS, device=read.device)[None]
         position_ids[:, BEFORE:] += distance - LEAST

@@ -65,8 +65,8 @@ class Options:
         """The rows to read of a call, one from each of `rows` equal stretches; None for all."""
         if self.rows is None or q_len <= self.rows:
             return None
-        within = torch.rand(self.rows, dtype=torch.float64, generator=torch.Generator().manual_seed(self.seed))
-        return ((torch.arange(self.rows) + within) * (q_len / self.rows)).long().clamp(max=q_len - 1)
+        within = torch.rand(self.rows, dtype=torch.float64, generator=torch.Generator().manual_seed(self.seed), device="cpu")
+        return ((torch.arange(self.rows, device="cpu") + within) * (q_len / self.rows)).long().clamp(max=q_len - 1)
 
 
 class Sums:
@@ -221,12 +221,12 @@ def collect(sums: dict[int, Sums]) -> Diagnostics:
         raise ValueError("nothing was captured: run the model inside `with capture(...)`")
     layers = tuple(sorted(i for i, s in sums.items() if s.total))
     first = sums[layers[0]]
-    none = torch.zeros(GROUPS, dtype=torch.float64)
+    none = torch.zeros(GROUPS, dtype=torch.float64, device="cpu")
     rows = first.total.get("rows", none)
     used = (rows + first.total.get("output_rows", none)).nonzero()
     groups = slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(0, 1)
     options = first.options
-    unread = torch.zeros(1, GROUPS, len(options.ranges))
+    unread = torch.zeros(1, GROUPS, len(options.ranges), device="cpu")
     range_rows = torch.stack([sums[i].total.get("range_rows", unread)[0] for i in layers])
     reached = range_rows.sum((0, 1)).nonzero()
     kept = slice(0, int(reached[-1]) + 1 if len(reached) else 0)
@@ -252,13 +252,13 @@ def _quantiles(x: Tensor, weight: Tensor) -> Tensor:
     """Quantiles of weighted samples x (heads, n), standardised, where the standard Gaussian has Z: (heads, len(Z))."""
     x, weight = x[:, weight > 0].double(), weight[weight > 0].double()
     if not x.shape[1]:
-        return torch.full((x.shape[0], len(Z)), torch.nan, dtype=torch.float64)
+        return torch.full((x.shape[0], len(Z)), torch.nan, dtype=torch.float64, device="cpu")
     share = weight / weight.sum()
     mean = (share * x).sum(-1, keepdim=True)
     x = (x - mean) / (share * (x - mean) ** 2).sum(-1, keepdim=True).sqrt()
     x, order = x.sort(-1)
     below = share[order].cumsum(-1) - share[order] / 2
-    target = torch.special.ndtr(torch.tensor(Z, dtype=torch.float64)).expand(x.shape[0], -1)
+    target = torch.special.ndtr(torch.tensor(Z, dtype=torch.float64, device="cpu")).expand(x.shape[0], -1)
     right = torch.searchsorted(below.contiguous(), target.contiguous()).clamp(1, max(x.shape[1] - 1, 1))
     right = right.clamp(max=x.shape[1] - 1)
     left = (right - 1).clamp(min=0)
@@ -269,9 +269,9 @@ def _quantiles(x: Tensor, weight: Tensor) -> Tensor:
 
 def _slope(log_length: Tensor, deviation: Tensor, count: Tensor) -> Tensor:
     """The least-squares slope of ln deviation (heads, groups) against log_length (groups,); NaN below three groups."""
-    use = (count >= SLOPE_ROWS) & (torch.arange(GROUPS) >= int(math.log2(SLOPE_FROM))) & (deviation > 0).all(0)
+    use = (count >= SLOPE_ROWS) & (torch.arange(GROUPS, device="cpu") >= int(math.log2(SLOPE_FROM))) & (deviation > 0).all(0)
     if int(use.sum()) < 3:
-        return torch.full(deviation.shape[:1], torch.nan, dtype=torch.float64)
+        return torch.full(deviation.shape[:1], torch.nan, dtype=torch.float64, device="cpu")
     x, y = log_length[use], deviation[:, use].log()
     x = x - x.mean()
     return (y * x).sum(-1) / x.square().sum()

@@ -67,7 +67,8 @@ class NeedleTask:
             raise ValueError(f"needles must lie in [1, {len(CITIES)}], got {needles}")
         self.tokenizer, self.encode, self.needles, self.seed = tokenizer, Encoder(tokenizer, bos), needles, seed
         if not isinstance(haystack, Tensor):
-            haystack = torch.tensor(self.encode(haystack if isinstance(haystack, str) else "\n\n".join(haystack)))
+            text = haystack if isinstance(haystack, str) else "\n\n".join(haystack)
+            haystack = torch.tensor(self.encode(text), device="cpu")
         self.haystack = haystack
         self._question = self.encode(QUESTION)
         self._end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -119,7 +120,7 @@ class NeedleTask:
             used = place
         ids += hay[used:] + self._question
         spans = tuple((len(ids) + a, len(ids) + b) for a, b in within)
-        return Sample(torch.tensor(ids + answer), spans, tuple(place / room for place in places), len(ids))
+        return Sample(torch.tensor(ids + answer, device="cpu"), spans, tuple(place / room for place in places), len(ids))
 
     def _answer(self, needles: Sequence[Needle]) -> tuple[list[int], list[tuple[int, int]]]:
         """The answer's ids, and of each needle its span in them; encoded in pieces, so that spans are exact."""

@@ -74,7 +74,7 @@ class LineTask:
         depth = starts[draft.holder] / max(len(ids), 1)
         ids += self.encode(draft.question)
         answer = self.encode(draft.answer)
-        return Sample(torch.tensor(ids + answer), ((len(ids), len(ids) + len(answer)),), (depth,), len(ids))
+        return Sample(torch.tensor(ids + answer, device="cpu"), ((len(ids), len(ids) + len(answer)),), (depth,), len(ids))
 
 
 def words(rng: random.Random, count: int) -> list[str]:

@@ -108,13 +108,14 @@ def batches_of(starts: Tensor, total: Tensor, window: int | None, device: torch.
     batches = []
     for (q_len, _), requests in alike.items():
         (first_q, first_k), kv_len = starts[requests].T[..., None], lengths[requests, 1:]
-        own = kv_len - q_len + torch.arange(q_len)  # counted from each request's first key: all rows share key_start
+        # counted from each request's first key: all rows share key_start
+        own = kv_len - q_len + torch.arange(q_len, device="cpu")
         zero = torch.zeros_like(own)
         low = zero if window is None else (own - window + 1).clamp(min=0)
         index = Columns(own, zero, zero + kv_len - total[requests, None], low, own).stacked()
-        columns = torch.arange(int(kv_len.max()))
+        columns = torch.arange(int(kv_len.max()), device="cpu")
         keys = first_k + torch.minimum(columns, kv_len - 1)
-        queries = first_q + torch.arange(q_len)
+        queries = first_q + torch.arange(q_len, device="cpu")
         batches.append(Batch(queries.to(device), keys.to(device), AttentionLayout(index), tuple(requests)))
     return batches
 

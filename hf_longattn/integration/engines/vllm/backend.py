@@ -61,9 +61,9 @@ class Metadata:
     def _make(self, window: int | None, paged: bool) -> Iterator[tuple[Batch, Tensor]]:
         device, size = self.table.device, self.block_size
         seen = self.total if window is None or paged else torch.minimum(self.total, self.queries.diff() + window - 1)
-        keys = torch.cat([torch.zeros(1, dtype=torch.int64), seen.cumsum(0)])
+        keys = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), seen.cumsum(0)])
         for batch in batches_of(torch.stack([self.queries, keys], -1), self.total, window, device):
-            requests = torch.tensor(batch.requests)
+            requests = torch.tensor(batch.requests, device="cpu")
             if paged:
                 yield batch, self.table[requests.to(device), : -(-batch.keys.shape[1] // size)]
                 continue
