@@ -69,7 +69,7 @@ def test_half_precision_reads_turned_keys_by_the_fused_kernel(
     model: dict[str, Any] = {"rotation": Rotation(100.0 ** (-torch.arange(0, 16, 2).float() / 16)), "method_id": name}
     plan = lower(Call(query, key, value, config, seen, 0.25, **model))
     compute = few_cpu.FewOnCPU(plan)
-    assert compute.streams
+    assert isinstance(compute.way, few_cpu.Streamed)
     kept = RotatedKeys()
     got = plan.computed_by("few", compute).run(query, key, value, keep=lambda by, k: kept)
     assert bool(kept.nbytes) == (name != "string_remap")

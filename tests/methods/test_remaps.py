@@ -213,7 +213,7 @@ def test_keys_may_arrive_turned(name: str, together: bool) -> None:
             plan.segments[n] = segment._replace(key=None)
     assert (kept != key).any()
     compute = few_cpu.FewOnCPU(plan) if together else BySegment(plan, tiled.run, wide=True)
-    close(compute(query, kept, value), attend(call), 1e-12)
+    close(compute(query, kept, value, None, None, None), attend(call), 1e-12)
 
 
 # cost -----------------------------------------------------------------------------------------------------------------
