@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -16,6 +17,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton kernels run on the CPU;
 import pytest
 import torch
 from helpers import stock
+from sizes import small
 
 from hf_longattn.slots import registry
 
@@ -75,16 +77,10 @@ def cpu_bfloat16(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
 
 @pytest.fixture
-def tile_elements(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Let the tiled kernel make tiles of so many elements, so that a small test has several."""
-    return lambda elements: monkeypatch.setattr("hf_longattn.core.kernels.tiles.BLOCK_ELEMENTS", elements)
-
-
-@pytest.fixture
-def keys_in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let few queries on a CPU take eight keys at a time."""
-    monkeypatch.setattr("hf_longattn.core.kernels.few_cpu.KEY_ELEMENTS", 128)
-    monkeypatch.setattr("hf_longattn.core.kernels.few_cpu.KEYS", 8)
+def sizes() -> Iterator[Callable[..., None]]:
+    """Let kernels work in small pieces for the rest of a test: see `sizes.small`."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **named: stack.enter_context(small(**named))
 
 
 @pytest.fixture

@@ -59,12 +59,11 @@ def long_rows(name: str) -> AttentionLayout:
     return rows if name == "causal" else AttentionLayout(torch.stack([query, first, start, low, high], -1))
 
 
-@pytest.mark.parametrize("sizes", [(256, 64), (5, 2), (1, 1)])
+@pytest.mark.parametrize("at_once", [(256, 64), (5, 2), (1, 1)])
 @pytest.mark.parametrize("geometry", INTERVALS)
-def test_one_segment(geometry: str, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_segment(geometry: str, at_once: tuple[int, int], sizes: Callable[..., None]) -> None:
     """Triangles, rectangles and masks, in blocks of every size; the gradients of the logsumexp and of the entropy too."""
-    monkeypatch.setattr(bands, "MASKED_ROWS", sizes[0])
-    monkeypatch.setattr(bands, "SHORT", sizes[1])
+    sizes(MASKED_ROWS=at_once[0], SHORT=at_once[1])
     check(lambda **kw: bands_attention(**kw, with_lse=True), geometry, "plain", 2)
     check(bands_attention, geometry, "plain", 1)
 

@@ -20,7 +20,6 @@ from transformers.cache_utils import DynamicLayer
 import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.core import rotated_keys
-from hf_longattn.core.kernels import few_cpu
 from hf_longattn.integration import rotated_key_cache as keeping
 from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.layers import View
@@ -50,16 +49,9 @@ Step = Callable[[Tensor], Tensor]
 
 
 @pytest.fixture(autouse=True)
-def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_texts(sizes: Callable[..., None]) -> None:
     """What is worth it for a thousand keys is done for two, and buffers grow, and are filled, by a few."""
-    for module, name, value in (
-        (few_cpu, "WORTH", 2),
-        (few_cpu, "AHEAD", 2),
-        (rotated_keys, "AHEAD", 2),
-        (rotated_keys, "ROOM", 3),
-    ):
-        monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(rotated_keys, "STEP", 4)
+    sizes(WORTH=2, AHEAD=2, ROOM=3, STEP=4)
 
 
 @pytest.fixture
