@@ -18,6 +18,7 @@ import pytest
 import torch
 from helpers import stock
 from sizes import small
+from transformers import masking_utils
 
 from hf_longattn.slots import registry
 
@@ -81,6 +82,12 @@ def sizes() -> Iterator[Callable[..., None]]:
     """Let kernels work in small pieces for the rest of a test: see `sizes.small`."""
     with contextlib.ExitStack() as stack:
         yield lambda **named: stack.enter_context(small(**named))
+
+
+@pytest.fixture
+def unknown_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let transformers make its causal masks by a function that nobody knows."""
+    monkeypatch.setattr(masking_utils, "causal_mask_function", lambda batch, head, query, key: key <= query)
 
 
 @pytest.fixture

@@ -346,10 +346,22 @@ def test_command_reads_fast_and_saves_the_checkpoints_own_precision(
         assert torch.equal(reloaded.state_dict()[name], weight), name
 
 
+@pytest.fixture
+def few_candidates(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Let a search try the candidates that a function makes, to take less time; returns what it is asked with."""
+
+    def take(make: Callable[..., list[Setting]]) -> list[Any]:
+        asked: list[Any] = []
+        monkeypatch.setattr(extension, "candidates", lambda *told: asked.append(told) or make(*told))
+        return asked
+
+    return take
+
+
 @pytest.mark.usefixtures("every_candidate_improves")
 @pytest.mark.slow
 def test_the_command_takes_the_trained_length_that_it_is_told(
-    saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved: tuple[Path, Path], tmp_path: Path, few_candidates: Callable[..., list[Any]]
 ) -> None:
     """Of a model whose YaRN was trained in, though its maximum was left: no scaling is a candidate on top of that."""
     (model, text), own, out = saved, tmp_path / "own", tmp_path / "out"
@@ -358,13 +370,7 @@ def test_the_command_takes_the_trained_length_that_it_is_told(
     config.max_position_embeddings = 1024
     AutoModelForCausalLM.from_pretrained(model, config=config).save_pretrained(own)
     AutoTokenizer.from_pretrained(model).save_pretrained(own)
-    asked: list[Any] = []
-
-    def few(*arguments: Any) -> list[Setting]:
-        asked.append(arguments)
-        return [s for s in candidates(*arguments) if s.name.startswith((UNMODIFIED, "rerope", "leaky"))]
-
-    monkeypatch.setattr(extension, "candidates", few)
+    asked = few_candidates(lambda *told: [s for s in candidates(*told) if s.name.startswith((UNMODIFIED, "rerope", "leaky"))])
     arguments = ["extend", str(own), "--to", "4k", "--text", str(text), "--out", str(out), "--tolerance", "10"]
     result = CliRunner().invoke(app, [*arguments, "--train-length", "2k"])
     assert result.exit_code == 0, result.output
@@ -381,14 +387,14 @@ def test_the_command_takes_the_trained_length_that_it_is_told(
 @pytest.mark.usefixtures("every_candidate_improves")
 @pytest.mark.slow
 def test_the_command_saves_what_it_measured_of_a_checkpoint_with_a_method(
-    saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved: tuple[Path, Path], tmp_path: Path, few_candidates: Callable[..., list[Any]]
 ) -> None:
     model, text = saved
     own, out = tmp_path / "own", tmp_path / "out"
     AutoModelForCausalLM.from_pretrained(model, attn_implementation="alibi").save_pretrained(own)
     AutoTokenizer.from_pretrained(model).save_pretrained(own)
     few = [Setting(UNMODIFIED), Setting.parse("rerope:window=1024"), Setting.parse("leaky_rerope:window=1024:stretch=3.0")]
-    monkeypatch.setattr(extension, "candidates", lambda *_: few)
+    few_candidates(lambda *_: few)
     arguments = ["extend", str(own), "--to", "4k", "--text", str(text), "--out", str(out), "--tolerance", "10"]
     arguments += ["--dtype", "float32"]
     result = CliRunner().invoke(app, arguments)

@@ -384,8 +384,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     for name, function in (("flash", flash_backward), ("cudnn", cudnn_backward), ("efficient", efficient_backward)):
         library.impl(f"_scaled_dot_product_{name}_attention_backward", function, "CPU")
     monkeypatch.setattr(sdpa, "device", lambda x: "cuda")
-    monkeypatch.setattr(sdpa, "_has_cudnn", lambda device: True)
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    sdpa._has_cudnn.cache_clear()
     yield asked
+    sdpa._has_cudnn.cache_clear()
     library._destroy()
 
 
@@ -400,7 +403,7 @@ def test_cuda_is_asked_as_its_operators_want(name: str, kind: str, cuda: list[st
     dtype = torch.bfloat16 if half else torch.float32
     if kind != "triton":
         monkeypatch.setattr(fused.triton, "why_not_triton", lambda query: "not here")
-    monkeypatch.setattr(sdpa, "_has_cudnn", lambda device: kind == "cudnn")
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: kind == "cudnn")
     leaves = [x.to(dtype) for x in inputs(q=200, k=200, d=16)]
     got = with_gradients(hf_longattn.attention, leaves, METHODS[name], rotation=ROTATION, **BANDS)
     want = with_gradients(reference_attention, [x.double() for x in leaves], METHODS[name], rotation=ROTATION)

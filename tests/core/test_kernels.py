@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import platform
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -310,9 +311,10 @@ def test_half_precision_error_budget(
 def test_which_cpu_multiplies_bfloat16(
     machine: str, mkldnn: bool, units: bool, fast: bool, monkeypatch: pytest.MonkeyPatch, cpu_bfloat16: Callable[[bool], None]
 ) -> None:
-    monkeypatch.setattr(precision.platform, "machine", lambda: machine)
-    monkeypatch.setattr(precision, "_onednn_takes_bfloat16", lambda: mkldnn)
-    monkeypatch.setattr(precision, "_has_avx512_bf16", lambda: units)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: mkldnn)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: units)
     assert precision.cpu_multiplies_bfloat16.__wrapped__() is fast
     cpu_bfloat16(fast)
     assert precision.auto_dtype() == ("bfloat16" if fast else "float32")
