@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -16,6 +17,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton kernels run on the CPU;
 import pytest
 import torch
 from helpers import stock
+from sizes import small
+from transformers import masking_utils
 
 from hf_longattn.slots import registry
 
@@ -75,16 +78,16 @@ def cpu_bfloat16(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
 
 @pytest.fixture
-def tile_elements(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Let the tiled kernel make tiles of so many elements, so that a small test has several."""
-    return lambda elements: monkeypatch.setattr("hf_longattn.core.kernels.tiles.BLOCK_ELEMENTS", elements)
+def sizes() -> Iterator[Callable[..., None]]:
+    """Let kernels work in small pieces for the rest of a test: see `sizes.small`."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **named: stack.enter_context(small(**named))
 
 
 @pytest.fixture
-def keys_in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let few queries on a CPU take eight keys at a time."""
-    monkeypatch.setattr("hf_longattn.core.kernels.few_cpu.KEY_ELEMENTS", 128)
-    monkeypatch.setattr("hf_longattn.core.kernels.few_cpu.KEYS", 8)
+def unknown_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let transformers make its causal masks by a function that nobody knows."""
+    monkeypatch.setattr(masking_utils, "causal_mask_function", lambda batch, head, query, key: key <= query)
 
 
 @pytest.fixture

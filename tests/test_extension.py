@@ -17,14 +17,17 @@ import torch
 import transformers
 from cases import FAMILIES, model_config
 from helpers import close, multimodal, stock, tokens
+from interrupts import at_pass
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaForCausalLM,
+    LlamaModel,
     PreTrainedTokenizerFast,
 )
 from typer.testing import CliRunner
+from undrawn import undrawn
 
 import hf_longattn
 from hf_longattn.cli import app
@@ -343,10 +346,22 @@ def test_command_reads_fast_and_saves_the_checkpoints_own_precision(
         assert torch.equal(reloaded.state_dict()[name], weight), name
 
 
+@pytest.fixture
+def few_candidates(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Let a search try the candidates that a function makes, to take less time; returns what it is asked with."""
+
+    def take(make: Callable[..., list[Setting]]) -> list[Any]:
+        asked: list[Any] = []
+        monkeypatch.setattr(extension, "candidates", lambda *told: asked.append(told) or make(*told))
+        return asked
+
+    return take
+
+
 @pytest.mark.usefixtures("every_candidate_improves")
 @pytest.mark.slow
 def test_the_command_takes_the_trained_length_that_it_is_told(
-    saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved: tuple[Path, Path], tmp_path: Path, few_candidates: Callable[..., list[Any]]
 ) -> None:
     """Of a model whose YaRN was trained in, though its maximum was left: no scaling is a candidate on top of that."""
     (model, text), own, out = saved, tmp_path / "own", tmp_path / "out"
@@ -355,13 +370,7 @@ def test_the_command_takes_the_trained_length_that_it_is_told(
     config.max_position_embeddings = 1024
     AutoModelForCausalLM.from_pretrained(model, config=config).save_pretrained(own)
     AutoTokenizer.from_pretrained(model).save_pretrained(own)
-    asked: list[Any] = []
-
-    def few(*arguments: Any) -> list[Setting]:
-        asked.append(arguments)
-        return [s for s in candidates(*arguments) if s.name.startswith((UNMODIFIED, "rerope", "leaky"))]
-
-    monkeypatch.setattr(extension, "candidates", few)
+    asked = few_candidates(lambda *told: [s for s in candidates(*told) if s.name.startswith((UNMODIFIED, "rerope", "leaky"))])
     arguments = ["extend", str(own), "--to", "4k", "--text", str(text), "--out", str(out), "--tolerance", "10"]
     result = CliRunner().invoke(app, [*arguments, "--train-length", "2k"])
     assert result.exit_code == 0, result.output
@@ -378,14 +387,14 @@ def test_the_command_takes_the_trained_length_that_it_is_told(
 @pytest.mark.usefixtures("every_candidate_improves")
 @pytest.mark.slow
 def test_the_command_saves_what_it_measured_of_a_checkpoint_with_a_method(
-    saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved: tuple[Path, Path], tmp_path: Path, few_candidates: Callable[..., list[Any]]
 ) -> None:
     model, text = saved
     own, out = tmp_path / "own", tmp_path / "out"
     AutoModelForCausalLM.from_pretrained(model, attn_implementation="alibi").save_pretrained(own)
     AutoTokenizer.from_pretrained(model).save_pretrained(own)
     few = [Setting(UNMODIFIED), Setting.parse("rerope:window=1024"), Setting.parse("leaky_rerope:window=1024:stretch=3.0")]
-    monkeypatch.setattr(extension, "candidates", lambda *_: few)
+    few_candidates(lambda *_: few)
     arguments = ["extend", str(own), "--to", "4k", "--text", str(text), "--out", str(out), "--tolerance", "10"]
     arguments += ["--dtype", "float32"]
     result = CliRunner().invoke(app, arguments)
@@ -402,26 +411,19 @@ def test_the_command_saves_what_it_measured_of_a_checkpoint_with_a_method(
 
 @pytest.mark.usefixtures("every_candidate_improves")
 @pytest.mark.slow
-def test_an_interrupted_command_goes_on_to_the_same_result(
-    saved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_command_goes_on_to_the_same_result(saved: tuple[Path, Path], tmp_path: Path) -> None:
     model, text = saved
 
     def run(out: Path, *more: str) -> Any:
         line = ["extend", str(model), "--to", "4k", "--text", str(text), "--tolerance", "10", "--out", str(out), *more]
         return CliRunner().invoke(app, line)
 
-    real, calls = extension.score, []
-
-    def stops(*args: Any) -> Any:
-        calls.append(args)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return real(*args)
+    def kept() -> list[dict[str, Any]]:
+        file = tmp_path / "out" / "extend.json"
+        return json.loads(file.read_text())["rows"] if file.exists() else []
 
     assert run(tmp_path / "whole").exit_code == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(extension, "score", stops)
+    with at_pass(LlamaModel, lambda: len(kept()) == 22):
         stopped = run(tmp_path / "out")
     assert stopped.exit_code == 130, stopped.output
     assert "22 rows are kept, and the same command continues" in " ".join(stopped.output.split())  # 10 x 2 probed, 2 read
@@ -433,10 +435,9 @@ def test_an_interrupted_command_goes_on_to_the_same_result(
         assert refused.exit_code == 2
         assert f"rows of another protocol ({message}" in " ".join(refused.output.replace("│", " ").split())
     assert (tmp_path / "out" / "extend.json").read_text() == before
-    patched = []
-    monkeypatch.setattr(extension, "score", lambda *a: patched.append(a) or real(*a))
     assert run(tmp_path / "out").exit_code == 0
-    assert len(patched) == 2
+    assert kept()[:22] == json.loads(before)["rows"]  # with the seconds that they took
+    assert len(kept()) == 24
     whole, out = (json.loads((tmp_path / n / "extend.json").read_text()) for n in ("whole", "out"))
     assert {k: v for k, v in whole.items() if k != "rows"} == {k: v for k, v in out.items() if k != "rows"}
     unlike = {"seconds", "cpu_seconds", "command"}
@@ -510,9 +511,7 @@ def plotted(search: extension.Search) -> set[str]:
     pytest.importorskip("matplotlib")
     from hf_longattn.evaluation.measured_extension import plot
 
-    drawn: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_longattn.evaluation.report.figures.png", lambda figure: drawn.append(figure) or b"")
+    with undrawn() as drawn:
         plot(search, Path("/dev/null"))
     return {text.get_text() for legend in drawn[0].legends for text in legend.get_texts()}
 

@@ -21,7 +21,8 @@ from helpers import crossed, stock
 from huggingface_hub import ModelCard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import AutoPeftModel, LoraConfig, get_peft_model
+from interrupts import at_step
+from peft import AutoPeftModel, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -195,29 +196,13 @@ def test_training_under_a_method_warns_of_nothing(files: Path, tmp_path: Path) -
     assert result.exit_code == 0, (result.output, result.exception)
 
 
-def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """A Ctrl-C in the middle of a step, once."""
-    from hf_longattn.training.trainer import RecipeTrainer
-
-    real = RecipeTrainer.compute_loss
-
-    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.state.global_step == step:
-            signal.raise_signal(signal.SIGINT)
-        return real(self, *args, **kwargs)
-
-    monkeypatch.setattr(RecipeTrainer, "compute_loss", compute_loss)
-
-
 @pytest.mark.slow
-def test_an_interrupted_run_is_resumed_as_if_it_had_not_been(
-    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_is_resumed_as_if_it_had_not_been(files: Path, tmp_path: Path) -> None:
+    """By a Ctrl-C in the middle of a step."""
     before = signal.getsignal(signal.SIGINT)
     whole = CliRunner().invoke(app, ["train", *small(files, tmp_path / "whole")])
     assert whole.exit_code == 0, whole.output
-    with monkeypatch.context() as patch:
-        interrupt_at(patch, 1)
+    with at_step(1, lambda: signal.raise_signal(signal.SIGINT)):
         stopped = CliRunner().invoke(app, ["train", *small(files, tmp_path / "out")])
     assert stopped.exit_code == 130, (stopped.output, stopped.exception)
     assert f"{tmp_path / 'out' / 'checkpoint-2'} is kept" in stopped.output
@@ -231,19 +216,14 @@ def test_an_interrupted_run_is_resumed_as_if_it_had_not_been(
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_before_its_first_checkpoint_is_not_in_the_way(
-    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from hf_longattn.training.trainer import RecipeTrainer
-
-    def fails(*args: Any, **kwargs: Any) -> Any:
+def test_a_run_that_fails_before_its_first_checkpoint_is_not_in_the_way(files: Path, tmp_path: Path) -> None:
+    def fails() -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(RecipeTrainer, "compute_loss", fails)
-    result = CliRunner().invoke(app, ["train", *small(files, tmp_path / "out")])
-    assert result.exit_code == 1
+    with at_step(0, fails):
+        result = CliRunner().invoke(app, ["train", *small(files, tmp_path / "out")])
+    assert (result.exit_code, str(result.exception)) == (1, "out of memory")
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(RecipeTrainer, "compute_loss", lambda *a, **k: signal.raise_signal(signal.SIGINT) or fails())
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("kept")  # came while it ran, say
     assert CliRunner().invoke(app, ["train", *small(files, tmp_path / "mine")]).exit_code == 2
@@ -256,16 +236,15 @@ def test_stopped_within_its_first_checkpoint_a_run_says_what_goes_on(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
     """An unfinished checkpoint without weights goes; one with weights stays, and is in nothing's way."""
-    from hf_longattn.training.trainer import RecipeTrainer
 
     def cut(self: Any, folder: str, **kwargs: Any) -> None:
-        Path(folder).mkdir(parents=True)
+        Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / file).write_text("{}")
         raise KeyboardInterrupt
 
     words = ["train", *small(files, tmp_path / "out")]
     with monkeypatch.context() as patch:
-        patch.setattr(RecipeTrainer, "save_model", cut)
+        patch.setattr(PeftModel, "save_pretrained", cut)
         stopped = CliRunner().invoke(app, words)
     assert stopped.exit_code == 130, (stopped.output, stopped.exception)
     weights = file.endswith("safetensors")

@@ -8,9 +8,7 @@ import io
 import itertools
 import json
 import shutil
-import sys
 import warnings
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -20,24 +18,27 @@ import tiny
 import torch
 from filelock import FileLock
 from helpers import stock, tokens
+from interrupts import at_pass
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import (
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
+    LlamaModel,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
 )
 from typer.testing import CliRunner
+from undrawn import undrawn
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, apply
 from hf_longattn.checks import Refused, check_folder
 from hf_longattn.cli import app
 from hf_longattn.cli.common import table
-from hf_longattn.evaluation import doctor, measured_extension
+from hf_longattn.evaluation import Copy, doctor, measured_extension
 from hf_longattn.evaluation.rows import SEARCHED, RowFile
 from hf_longattn.evaluation.settings import Setting
 from hf_longattn.slots import registry
@@ -164,7 +165,13 @@ def test_extend_keeps_its_rows_when_the_disk_is_full(files: Path, tmp_path: Path
 
 @pytest.mark.slow
 def test_train_says_what_is_kept_when_the_disk_is_full(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("hf_longattn.training.running"), "save", lambda model, output, **_: full(None, output))
+    peft = pytest.importorskip("peft")
+    saved = peft.PeftModel.save_pretrained
+
+    def fuller(self: Any, directory: Any, *args: Any, **kwargs: Any) -> None:
+        (saved if "checkpoint" in Path(directory).name else full)(self, directory, *args, **kwargs)
+
+    monkeypatch.setattr(peft.PeftModel, "save_pretrained", fuller)
     code, said = run(TRAIN, files, tmp_path / "out")
     assert code == 1
     assert "Thediskisfull" in said
@@ -230,16 +237,14 @@ def test_extend_takes_a_folder_that_extend_made(files: Path, tmp_path: Path) -> 
     assert record["choice"] in record["probed"]
 
 
-def test_extend_says_what_a_model_runs_already(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extend_says_what_a_model_runs_already(files: Path, tmp_path: Path) -> None:
     """And that YaRN, which is not the model's, does not go with it."""
     model = hf_longattn.extend(AutoModelForCausalLM.from_pretrained(files / "model"), "2k", "rerope")
     hf_longattn.save(model, tmp_path)
     shutil.copy(files / "model" / "tokenizer.json", tmp_path)
-    monkeypatch.setattr(
-        import_module("hf_longattn.cli.extend"), "run", lambda *_, **__: sys.exit(0)
-    )  # all of that is said before
     line = ["extend", str(tmp_path), "--to", "4k", "--text", str(files / "book.txt"), "--device", "cpu"]
-    said = " ".join(CliRunner().invoke(app, line).output.split())
+    with at_pass(LlamaModel):  # all of that is said before a text is read
+        said = " ".join(CliRunner().invoke(app, line).output.split())
     assert f"{tmp_path} runs rerope already, extended to 2,048 tokens" in said
     assert "the checkpoint runs rerope, which remaps the rotation that it was trained with, and yarn:" in said
     assert "hf_longattn.remove(model)" in said
@@ -279,20 +284,21 @@ def test_doctor_finds_an_announced_length_that_nothing_reaches(files: Path, tmp_
 # a second time ------------------------------------------------------------------------------------------------------------
 
 
-def test_yarn_makes_a_longer_model_that_needs_no_plugin(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_yarn_makes_a_longer_model_that_needs_no_plugin(files: Path, tmp_path: Path) -> None:
     """And saving again says that it is finished, or puts another choice in its place."""
     out, plan = tmp_path / "out", measured_extension.MeasuredExtension(str(files / "model"), 4096)
-    monkeypatch.setattr(measured_extension, "plot", lambda search, path: path.write_bytes(b"picture"))
     settings = {"YaRN": Setting("YaRN", rope="yarn:4.0"), "rerope": Setting.parse("rerope:window=512")}
 
     def save(choice: str, purpose: str) -> str:
         """What is said; the folder is taken for one of the command's own."""
         check_folder(out, set(), SEARCHED)
         rows = RowFile(out / "extend.json", protocol={"to": 4096})
-        found = {"to": 4096, "purpose": purpose, "tolerance": 0.02, "edge": 1024, "copies": [], "probed": dict}
+        found = {"to": 4096, "purpose": purpose, "tolerance": 0.02, "edge": 1024, "probed": dict}
+        found |= {"scores": dict, "copies": [Copy(1024, 2048)]}
         search = SimpleNamespace(settings=settings, rows=rows, **found)
         told: list[str] = []
-        plan.save(search, choice, "float32", out, told.append)
+        with undrawn():
+            plan.save(search, choice, "float32", out, told.append)
         return "".join("".join(told).split())
 
     assert "importhf_longattn" not in save("YaRN", "both")

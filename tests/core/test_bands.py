@@ -59,12 +59,11 @@ def long_rows(name: str) -> AttentionLayout:
     return rows if name == "causal" else AttentionLayout(torch.stack([query, first, start, low, high], -1))
 
 
-@pytest.mark.parametrize("sizes", [(256, 64), (5, 2), (1, 1)])
+@pytest.mark.parametrize("at_once", [(256, 64), (5, 2), (1, 1)])
 @pytest.mark.parametrize("geometry", INTERVALS)
-def test_one_segment(geometry: str, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_segment(geometry: str, at_once: tuple[int, int], sizes: Callable[..., None]) -> None:
     """Triangles, rectangles and masks, in blocks of every size; the gradients of the logsumexp and of the entropy too."""
-    monkeypatch.setattr(bands, "MASKED_ROWS", sizes[0])
-    monkeypatch.setattr(bands, "SHORT", sizes[1])
+    sizes(MASKED_ROWS=at_once[0], SHORT=at_once[1])
     check(lambda **kw: bands_attention(**kw, with_lse=True), geometry, "plain", 2)
     check(bands_attention, geometry, "plain", 1)
 
@@ -385,8 +384,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     for name, function in (("flash", flash_backward), ("cudnn", cudnn_backward), ("efficient", efficient_backward)):
         library.impl(f"_scaled_dot_product_{name}_attention_backward", function, "CPU")
     monkeypatch.setattr(sdpa, "device", lambda x: "cuda")
-    monkeypatch.setattr(sdpa, "_has_cudnn", lambda device: True)
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    sdpa._has_cudnn.cache_clear()
     yield asked
+    sdpa._has_cudnn.cache_clear()
     library._destroy()
 
 
@@ -401,7 +403,7 @@ def test_cuda_is_asked_as_its_operators_want(name: str, kind: str, cuda: list[st
     dtype = torch.bfloat16 if half else torch.float32
     if kind != "triton":
         monkeypatch.setattr(fused.triton, "why_not_triton", lambda query: "not here")
-    monkeypatch.setattr(sdpa, "_has_cudnn", lambda device: kind == "cudnn")
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: kind == "cudnn")
     leaves = [x.to(dtype) for x in inputs(q=200, k=200, d=16)]
     got = with_gradients(hf_longattn.attention, leaves, METHODS[name], rotation=ROTATION, **BANDS)
     want = with_gradients(reference_attention, [x.double() for x in leaves], METHODS[name], rotation=ROTATION)

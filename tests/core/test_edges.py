@@ -13,12 +13,12 @@ from cases import CASES, HEADS
 from helpers import close, crossed, stock, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sizes import small
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, reference_attention
-from hf_longattn.core.kernels import tiles
 from hf_longattn.methods import AdaptiveTemperature, Alibi, ScaleInvariant
 from hf_longattn.slots.base import LengthTemperature
 from hf_longattn.slots.method import SLOTS
@@ -265,8 +265,7 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
 @given(calls())
 def test_random_calls_of_random_methods(call: dict[str, Any]) -> None:
     turn = Rotation(rotation(call["shape"]["d"]).inv_freq, call["interleaved"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "BLOCK_ELEMENTS", call["blocks"])
+    with small(BLOCK_ELEMENTS=call["blocks"]):
         results = [
             with_gradients(function, inputs(**call["shape"]), call["config"], rotation=turn, **call["options"])
             for function in (hf_longattn.attention, reference_attention)

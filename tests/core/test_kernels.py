@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import platform
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +34,7 @@ from cases import CASES, HEADS
 from helpers import close, crossed, fresh, tokens
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
+from watched import FUSED, Operators
 
 import hf_longattn
 from hf_longattn import reference_attention
@@ -42,7 +43,7 @@ from hf_longattn.core import attend as attend_module
 from hf_longattn.core.attend import attend
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import AttentionLayout
-from hf_longattn.core.kernels import by_segment, fused, operators, precision, sdpa, tiled, tiles
+from hf_longattn.core.kernels import by_segment, operators, precision, sdpa, tiled
 from hf_longattn.core.kernels import kernel as kernels
 from hf_longattn.core.kernels.by_segment import merge_entropies
 from hf_longattn.core.kernels.kernel import MARGIN, KernelCall, Result
@@ -59,30 +60,34 @@ tiled_attention = by_options(tiled.run)
 @pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_tiled(geometry: str, options: str, blocks: int, tile_elements: Callable[[int], None]) -> None:
-    tile_elements(blocks)
+def test_tiled(geometry: str, options: str, blocks: int, sizes: Callable[..., None]) -> None:
+    sizes(BLOCK_ELEMENTS=blocks)
     everything = {"with_lse": True, "with_entropy": True}
     check(lambda **kw: tiled_attention(**kw, **everything), geometry, options, 3)
     check(tiled_attention, geometry, options, 1)
 
 
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_blocks_are_cut_where_rows_are_long(geometry: str, sizes: Callable[..., None]) -> None:
+    q_len, kv_len, rows = GEOMETRIES[geometry]
+    query, key, value = inputs(q=q_len, k=kv_len)
+    products = []
+    for columns in (kv_len, 3):
+        sizes(BLOCK_ELEMENTS=8, TILE_COLUMNS=columns, WHOLE_COLUMNS=2)
+        with Operators() as seen:
+            tiled_attention(query, key, value, rows, scaling=0.7)
+        products.append(seen.ran[torch.ops.aten.bmm])
+    whole, cut = products
+    assert cut > whole or geometry == "keys ahead of queries"  # of whose rows one sees one key
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_tiles_of_columns(geometry: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_of_columns(geometry: str, options: str, sizes: Callable[..., None]) -> None:
     """What texts beyond WHOLE_COLUMNS take, forward and backward."""
-    for name, value in (("BLOCK_ELEMENTS", 8), ("TILE_COLUMNS", 3), ("WHOLE_COLUMNS", 2)):
-        monkeypatch.setattr(tiles, name, value)
-    counts = []
-
-    def counted(block: tiles.Tile) -> list[tiles.Tile]:
-        counts.append(len(result := split(block)))
-        return result
-
-    split = tiles.Tile.tiles
-    monkeypatch.setattr(tiles.Tile, "tiles", counted)
+    sizes(BLOCK_ELEMENTS=8, TILE_COLUMNS=3, WHOLE_COLUMNS=2)
     check(lambda **kw: tiled_attention(**kw, with_lse=True, with_entropy=True), geometry, options, 3)
     check(tiled_attention, geometry, options, 1)
-    assert max(counts) > 1 or geometry == "keys ahead of queries"  # of whose rows one sees one key
 
 
 def test_tiled_without_value_gives_lse_and_entropy() -> None:
@@ -99,9 +104,9 @@ def test_tiled_without_value_gives_lse_and_entropy() -> None:
 
 
 @pytest.mark.slow
-def test_gradcheck(tile_elements: Callable[[int], None]) -> None:
+def test_gradcheck(sizes: Callable[..., None]) -> None:
     """By finite differences, for every differentiable input and output at once."""
-    tile_elements(40)
+    sizes(BLOCK_ELEMENTS=40)
     query, key, value = inputs(b=1, h=2, kv=1, q=6, k=8, d=3)
     fixed = arguments(OPTIONS["everything"] | {"tables": 2}, query)
     row_scale, bias_scale = fixed.pop("row_scale"), fixed.pop("bias_scale")
@@ -114,11 +119,9 @@ def test_gradcheck(tile_elements: Callable[[int], None]) -> None:
 
 
 @pytest.mark.parametrize(("blocks", "whole"), [(1 << 21, 1 << 13), (64, 1 << 13), (8, 2)])
-def test_dropout(blocks: int, whole: int, monkeypatch: pytest.MonkeyPatch, tile_elements: Callable[[int], None]) -> None:
+def test_dropout(blocks: int, whole: int, sizes: Callable[..., None]) -> None:
     """The mask is read off with the identity as values; with it, output and gradients are the dense ones."""
-    tile_elements(blocks)
-    monkeypatch.setattr(tiles, "WHOLE_COLUMNS", whole)
-    monkeypatch.setattr(tiles, "TILE_COLUMNS", 3)
+    sizes(BLOCK_ELEMENTS=blocks, WHOLE_COLUMNS=whole, TILE_COLUMNS=3)
     query, key, value = inputs(kv=4)
     rows, fixed = GEOMETRIES["left padding"][2], arguments(OPTIONS["sinks"], query)
 
@@ -244,8 +247,8 @@ def test_head_dims(head_dim: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1), (6, 2), (5, 5), (1, 1)])
-def test_grouped_heads(heads: tuple[int, int], tile_elements: Callable[[int], None]) -> None:
-    tile_elements(500)
+def test_grouped_heads(heads: tuple[int, int], sizes: Callable[..., None]) -> None:
+    sizes(BLOCK_ELEMENTS=500)
     query, key, value = inputs(h=heads[0], kv=heads[1])
     config = CASES["sinks"]
     close(hf_longattn.attention(query, key, value, config), reference_attention(query, key, value, config), 1e-12)
@@ -308,9 +311,10 @@ def test_half_precision_error_budget(
 def test_which_cpu_multiplies_bfloat16(
     machine: str, mkldnn: bool, units: bool, fast: bool, monkeypatch: pytest.MonkeyPatch, cpu_bfloat16: Callable[[bool], None]
 ) -> None:
-    monkeypatch.setattr(precision.platform, "machine", lambda: machine)
-    monkeypatch.setattr(precision, "_onednn_takes_bfloat16", lambda: mkldnn)
-    monkeypatch.setattr(precision, "_has_avx512_bf16", lambda: units)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: mkldnn)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: units)
     assert precision.cpu_multiplies_bfloat16.__wrapped__() is fast
     cpu_bfloat16(fast)
     assert precision.auto_dtype() == ("bfloat16" if fast else "float32")
@@ -357,29 +361,16 @@ def test_autocast_does_not_reach_the_logits(case: str, rows: int) -> None:
 # memory -------------------------------------------------------------------------------------------------------------
 
 
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operation returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(x, Tensor):
-                self.elements = max(self.elements, x.untyped_storage().nbytes() // max(x.element_size(), 1))
-        return out
-
-
 @pytest.mark.parametrize("case", crossed(CASES, 6))
-def test_no_tensor_of_all_pairs(case: str, tile_elements: Callable[[int], None]) -> None:
+def test_no_tensor_of_all_pairs(case: str, sizes: Callable[..., None]) -> None:
     """2048 tokens and 4 heads make 16.8 million pairs; no tensor comes near, forward or backward."""
-    tile_elements(1 << 17)
+    sizes(BLOCK_ELEMENTS=1 << 17)
     n = 2048
     leaves = [x.requires_grad_() for x in inputs(b=1, h=HEADS, q=n, k=n, d=8, dtype=torch.float32)]
     config = CASES[case].for_layer(0)
-    with Largest() as seen:
+    with Operators() as seen:
         hf_longattn.attention(*leaves, config, backend="tiled", rotation=ROTATION).sum().backward()
-    assert seen.elements <= 1 << 18
+    assert seen.largest <= 1 << 18
 
 
 # torch.compile and errors -------------------------------------------------------------------------------------------
@@ -562,10 +553,10 @@ def test_positions_that_jump_far_make_no_table_of_all_between(case: str) -> None
     query, key, value = inputs()
     positions = torch.arange(19)[None] + 300_000 * (torch.arange(19) > 8)
     arguments = {"rotation": ROTATION, "position_ids": positions}
-    with Largest() as seen:
+    with Operators() as seen:
         out = hf_longattn.attention(query, key, value, CASES[case], **arguments)
     close(out, reference_attention(query, key, value, CASES[case], **arguments), 1e-7)
-    assert seen.elements < 1 << 16
+    assert seen.largest < 1 << 16
 
 
 @pytest.mark.parametrize("case", ["scale_invariant", "rerope"])
@@ -706,22 +697,16 @@ def test_what_is_no_attention_is_refused() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("backend", ["auto", "tiled"])
 @pytest.mark.parametrize("case", ["adaptive_temperature", "mapped+adaptive"])
-def test_a_temperature_by_entropy_over_many_rows(case: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temperature_by_entropy_over_many_rows(case: str, backend: str, sizes: Callable[..., None]) -> None:
     """By two fused passes where logits are products over plain rows, else by whole rows in blocks."""
-    monkeypatch.setattr(tiles, "ROW_ELEMENTS", 1 << 12)
-    calls: set[str] = set()
-    for place, name in ((fused, "_output"), (tiles.Tile, "tempered")):
-        before = getattr(place, name)
-
-        def noting(*arguments: Any, own: Any = before, name: str = name) -> Any:
-            calls.add(name)
-            return own(*arguments)
-
-        monkeypatch.setattr(place, name, noting)
+    sizes(ROW_ELEMENTS=1 << 12)
     q, k, v = torch.randn(1, 4, 300, 16), torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16)
     want = reference_attention(q.double(), k.double(), v.double(), CASES[case])
-    close(hf_longattn.attention(q, k, v, CASES[case], backend=backend), want.float(), 2e-5)
-    assert calls == {"_output" if (case, backend) == ("adaptive_temperature", "auto") else "tempered"}
+    with Operators() as seen:
+        close(hf_longattn.attention(q, k, v, CASES[case], backend=backend), want.float(), 2e-5)
+    by_blocks = (0, 2 * 20)  # q . k and p . v, of 32 rows of each key head at a time
+    passes = (2, 0) if (case, backend) == ("adaptive_temperature", "auto") else by_blocks
+    assert (seen.ran[FUSED], seen.ran[torch.ops.aten.bmm]) == passes
 
 
 @pytest.mark.parametrize("heads", [(4, 1), (6, 3), (6, 6)])
@@ -729,12 +714,11 @@ def test_a_temperature_by_entropy_over_many_rows(case: str, backend: str, monkey
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @torch.no_grad()
 def test_keys_are_cut_for_threads(
-    heads: tuple[int, int], dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
+    heads: tuple[int, int], dtype: torch.dtype, threads: int, sizes: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One query and three, whatever is left over: output and logsumexp of all keys, from a slice of a cache too."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(sdpa, "CUT_FROM", 0)
-    monkeypatch.setattr(sdpa, "PIECE", 8)
+    sizes(CUT_FROM=0, PIECE=8)
     torch.manual_seed(0)
     (own, shared), tolerance = heads, 2e-2 if dtype == torch.bfloat16 else 16 * torch.finfo(dtype).eps
     cut = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ from helpers import close
 from torch import Tensor
 
 from hf_longattn import LongAttnConfig, Rotation
-from hf_longattn.core import rotated_keys
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.core.kernels import few_cpu
@@ -22,9 +22,8 @@ preset = LongAttnConfig.preset
 FUSED = ("rerope", "string_remap", "rerope+infoscale", "rerope+attention_sink", "cosscale", "rerope+cosscale")
 
 
-def test_each_column_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("ROOM", 3), ("AHEAD", 2), ("STEP", 4)):
-        monkeypatch.setattr(rotated_keys, name, value)
+def test_each_column_is_made_once(sizes: Callable[..., None]) -> None:
+    sizes(ROOM=3, AHEAD=2, STEP=4)
     source, made = torch.arange(60.0).view(1, 1, 60, 1).expand(2, 3, -1, 5), []
 
     def make(columns: slice) -> Tensor:
@@ -51,16 +50,16 @@ def test_each_column_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("rows", ["one", "several", "padded"])
 @pytest.mark.parametrize("name", FUSED)
 def test_half_precision_reads_turned_keys_by_the_fused_kernel(
-    name: str, rows: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    name: str, rows: str, dtype: torch.dtype, sizes: Callable[..., None]
 ) -> None:
     """As near to the definition in float64 as the rounding of one more number for each query and key allows."""
-    monkeypatch.setattr(few_cpu, "WORTH", 2)
+    sizes(WORTH=2)
     own = {"string_remap": {"shift": 9, "window": 4}, "rerope+infoscale": {"window": 9, "train_length": 20}}
     parameters = own.get(name, {"window": 9} if "rerope" in name else {}) | ({"scale": 4.0} if "cosscale" in name else {})
     config, generator = preset(name, **parameters), torch.Generator().manual_seed(0)
     q_len = 1 if rows == "one" else 5
-    sizes = ((4, q_len), (2, 60), (2, 60))
-    query, key, value = (torch.randn(2, heads, n, 16, generator=generator).to(dtype) for heads, n in sizes)
+    shapes = ((4, q_len), (2, 60), (2, 60))
+    query, key, value = (torch.randn(2, heads, n, 16, generator=generator).to(dtype) for heads, n in shapes)
     seen = AttentionLayout.causal(q_len, 60, None, 0, torch.device("cpu"))
     if rows == "padded":  # in the second entry the first of these tokens sees nothing
         index = seen.index.repeat(2, 1, 1)

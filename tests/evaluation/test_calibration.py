@@ -19,7 +19,6 @@ import hf_longattn
 from hf_longattn import LongAttnConfig, Measurements
 from hf_longattn.evaluation import calibrate as calibration
 from hf_longattn.evaluation import copying_heads
-from hf_longattn.integration import masks
 from hf_longattn.integration.observer import observe
 
 FIELDS = [f.name for f in dataclasses.fields(Measurements)]
@@ -83,10 +82,10 @@ def test_measure_is_the_dense_computation(family: str, calls: Calls, sinks: int)
 
 @pytest.mark.parametrize("carrier", ["compact", "dense"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_and_batching_change_nothing(side: str, carrier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_and_batching_change_nothing(side: str, carrier: str, request: pytest.FixtureRequest) -> None:
     """Neither as keys nor as rows."""
     if carrier == "dense":
-        monkeypatch.setattr(masks, "recognise", lambda mask_function: None)
+        request.getfixturevalue("unknown_masks")
     model, (long, short) = stock("llama"), (tokens(batch=1, length=20, seed=1), tokens(batch=1, length=12, seed=2))
     pad = torch.zeros_like(long[:, :8])
     padded = torch.cat([long, torch.cat([pad, short] if side == "left" else [short, pad], 1)])

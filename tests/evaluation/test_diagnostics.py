@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,8 @@ def check(model: PreTrainedModel, ids: Tensor, rows: int | None = None, **inputs
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "LOGITS", 4000)
+def small_blocks(sizes: Callable[..., None]) -> None:
+    sizes(LOGITS=4000)
 
 
 # the numbers -------------------------------------------------------------------------------------------------------------

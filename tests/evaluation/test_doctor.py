@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import shutil
-from importlib.machinery import ModuleSpec
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -183,9 +183,14 @@ def test_an_adapter(sound: Path, tmp_path: Path) -> None:
 def test_versions_kernels_and_engines(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = hf_longattn.LongAttnConfig.preset("logn", backend="triton")
     hf_longattn.apply(AutoModelForCausalLM.from_pretrained(sound), config).save_pretrained(tmp_path)
-    installed = {"transformers": "4.57.6"}
-    monkeypatch.setattr(environment, "version", lambda name: installed.get(name, "99.0"))
-    monkeypatch.setattr(environment, "find_spec", lambda name: ModuleSpec(name, None) if name in ("vllm", "sglang") else None)
+    (about := tmp_path / "here" / "transformers-4.57.6.dist-info").mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.57.6\n")
+    for name in {"triton", *environment.ENGINES}:
+        monkeypatch.setitem(sys.modules, name, None)  # not to be found
+    for name in ("vllm", "sglang"):
+        (tmp_path / "here" / f"{name}.py").touch()
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path / "here")
     monkeypatch.setenv("VLLM_PLUGINS", "others")  # which leaves ours out
     code, text = told(tmp_path, "--no-weights")
     assert code == 1, text

@@ -7,7 +7,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable
-from importlib.metadata import EntryPoint
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ import pytest
 import tiny
 import torch
 from helpers import crossed
+from interrupts import at_pass
 from matplotlib.figure import Figure
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaModel
 from typer.testing import CliRunner
 
 import hf_longattn
@@ -27,7 +28,6 @@ from hf_longattn.evaluation import (
     EvalOptions,
     Results,
     Runner,
-    Task,
     answer_scores,
     copy_losses,
     far_copies,
@@ -43,8 +43,7 @@ from hf_longattn.evaluation.preflight import check_setting
 from hf_longattn.evaluation.readings import over
 from hf_longattn.evaluation.settings import Setting, parse_settings, read_settings
 from hf_longattn.evaluation.statistics import mean_interval, wilson
-from hf_longattn.evaluation.tasks import base, long_ppl
-from hf_longattn.evaluation.tasks.loss import Loss
+from hf_longattn.evaluation.tasks import long_ppl
 from hf_longattn.evaluation.verdict import headline, summary
 from hf_longattn.training.loss import CausalLoss
 
@@ -535,24 +534,20 @@ def test_an_adapter_that_says_nothing_of_attention_is_told(folder: Path, tmp_pat
 # rows ----------------------------------------------------------------------------------------------------------------
 
 
+def stopped(out: Path, rows: int) -> AbstractContextManager[None]:
+    """While open, a Ctrl-C comes as a text is read, once so many rows are written."""
+    file = out / "rows.jsonl"
+    return at_pass(LlamaModel, lambda: (file.read_text().count("\n") if file.exists() else 0) >= rows)
+
+
 @pytest.mark.slow
-def test_interrupted_runs_keep_their_rows_and_go_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_runs_keep_their_rows_and_go_on(folder: Path, tmp_path: Path) -> None:
     this, out = runner(folder), tmp_path / "out"
-    real, calls = Loss.measure, []
-
-    def stops(*arguments: Any) -> Any:
-        calls.append(1)
-        if len(calls) > 5:
-            raise KeyboardInterrupt
-        return real(*arguments)
-
-    monkeypatch.setattr(Loss, "measure", stops)
-    with pytest.raises(KeyboardInterrupt):
+    with stopped(out, 5), pytest.raises(KeyboardInterrupt):
         this.open(out).run()
     first = (out / "rows.jsonl").read_text()
     assert first.count("\n") == 5
     (out / "rows.jsonl").write_text(first + '{"key": "cut o')
-    monkeypatch.setattr(Loss, "measure", real)
     store = this.open(out)
     assert len(store.rows) == 5
     told: list[bool] = []
@@ -719,22 +714,16 @@ def test_auto_is_a_precision_that_the_cpu_multiplies_fast(
     assert f"a.txt in {'float32' if fast else 'bfloat16'}, one" in (tmp_path / "in" / "index.html").read_text()
 
 
-def test_command_writes_the_page_of_an_interrupted_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, real = tmp_path / "out", Loss.measure
-
-    def stops(task: Loss, setting: Any, document: Any, length: int, *rest: Any) -> Any:
-        if length > 256:
-            raise KeyboardInterrupt
-        return real(task, setting, document, length, *rest)
-
-    monkeypatch.setattr(Loss, "measure", stops)
+def test_command_writes_the_page_of_an_interrupted_run(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
     arguments = ["eval", str(folder / "model"), "--text", str(folder / "a.txt"), "--out", str(out)]
     arguments += ["--lengths", "256,1k", "--targets", "64"]
     result = CliRunner().invoke(app, [*arguments, "--dry-run"])
     assert (result.exit_code, out.exists()) == (0, False), result.output
     assert "2 of 2 rows would be measured" in result.output
     for extra, code in (([], 130), (["--page-only"], 0)):
-        result = CliRunner().invoke(app, [*arguments, *extra])
+        with stopped(out, 1):
+            result = CliRunner().invoke(app, [*arguments, *extra])
         assert result.exit_code == code, result.output
         assert ("1 rows are kept, and the same command continues" in " ".join(result.output.split())) is (code == 130)
         facts = json.loads((out / "report.json").read_text())["facts"]
@@ -748,17 +737,12 @@ def test_command_writes_the_page_of_an_interrupted_run(folder: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_an_interruption_before_the_first_row_writes_no_page(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stops(*arguments: Any) -> Any:
-        raise KeyboardInterrupt
-
-    out, real = tmp_path / "out", Loss.measure
+def test_an_interruption_before_the_first_row_writes_no_page(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
     words = ["eval", str(folder / "model"), "--text", str(folder / "a.txt"), "--out", str(out), "--lengths", "128"]
     words += ["--targets", "32"]
-    monkeypatch.setattr(Loss, "measure", stops)
-    result = CliRunner().invoke(app, words)
+    with stopped(out, 0):
+        result = CliRunner().invoke(app, words)
     assert result.exit_code == 130, result.output
     assert "Interrupted; nothing was measured yet." in result.output
     assert "The report" not in result.output
@@ -766,11 +750,10 @@ def test_an_interruption_before_the_first_row_writes_no_page(
     result = CliRunner().invoke(app, [*words, "--page-only"])
     assert result.exit_code == 2
     assert f"no rows are in {out} yet" in result.output
-    monkeypatch.setattr(Loss, "measure", real)
     assert CliRunner().invoke(app, words).exit_code == 0
     page = (out / "index.html").read_text()
-    monkeypatch.setattr(Loss, "measure", stops)
-    result = CliRunner().invoke(app, [*words[:-4], "--lengths", "64,128", "--targets", "32", "--method", "infoscale"])
+    with stopped(out, 0):
+        result = CliRunner().invoke(app, [*words[:-4], "--lengths", "64,128", "--targets", "32", "--method", "infoscale"])
     assert result.exit_code == 130, result.output
     assert "Interrupted; 1 rows are kept, and the same command continues." in result.output
     assert page != (out / "index.html").read_text()
@@ -823,24 +806,29 @@ def test_a_loaded_model_is_measured_like_its_checkpoint_and_is_afterwards_as_it_
         hf_longattn.evaluate(model, texts, **how)
 
 
-class FirstLoss(Task):
-    """Of another package."""
+FIRST_LOSS = """
+from hf_longattn.evaluation import Task
 
+
+class FirstLoss(Task):
     documents = True
 
-    def cells(self, setting: Setting) -> Any:
+    def cells(self, setting):
         for document in self.corpus.documents:
             ids = self.corpus.context(document, self.corpus.longest)
             yield self.cell(setting, self.corpus.longest, document.name, lambda m, ids=ids: {"first_loss": 2.0 + len(ids)})
+"""
 
 
 @pytest.mark.slow
 def test_a_task_of_another_package_is_one_of_every_command(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    point = EntryPoint("first", f"{__name__}:FirstLoss", base.GROUP)
-    monkeypatch.setattr(EntryPoint, "load", lambda self: FirstLoss)
-    monkeypatch.setattr(base, "entry_points", lambda **k: [point] if k.get("name", "first") == "first" else [])
+    (tmp_path / "brings_a_task.py").write_text(FIRST_LOSS)
+    (about := tmp_path / "brings_a_task-1.0.dist-info").mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: brings_a_task\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[hf_longattn.tasks]\nfirst = brings_a_task:FirstLoss\n")
+    monkeypatch.syspath_prepend(tmp_path)
     arguments = ["eval", str(folder / "model"), "--text", str(folder / "a.txt"), "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(app, [*arguments, "--lengths", "128", "--targets", "64", "--tasks", "loss,first"])
     assert result.exit_code == 0, (result.output, result.exception)

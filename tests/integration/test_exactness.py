@@ -381,9 +381,8 @@ def test_dense_carrier_is_taken_only_where_needed(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", crossed(FAMILIES, SUBSET))
-def test_dense_carrier_is_exact(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_carrier_is_exact(family: str, unknown_masks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     config, ids = CASES["sinks"], tokens()
-    monkeypatch.setattr(masks, "recognise", lambda mask_function: None)
     seen = layout_masks(monkeypatch)
     for name, run in SCENARIOS.items():
         if holds_for(name, family):

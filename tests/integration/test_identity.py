@@ -23,7 +23,7 @@ from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.core.kernels.sdpa import few_queries
 from hf_longattn.core.plan import AttentionPlan
-from hf_longattn.integration import arguments, dispatch, unmodified
+from hf_longattn.integration import dispatch, unmodified
 from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.forward_context import LayerCall
 from hf_longattn.integration.observer import observe
@@ -226,7 +226,6 @@ def test_few_queries_read_a_key_once_for_all_heads_that_share_it(
         inputs = {"attention_mask": mask, "position_ids": at[:, 9:]}
         want = plain(tokens(2, new, seed=3), **{CACHE: caches[0]}, **inputs).logits
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counting)
-        monkeypatch.setattr(arguments, "_SDPA", counting)
         seen.clear()
         got = m(tokens(2, new, seed=3), **{CACHE: caches[1]}, **inputs).logits
         monkeypatch.undo()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +21,6 @@ from transformers.cache_utils import DynamicLayer
 import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.core import rotated_keys
-from hf_longattn.core.kernels import few_cpu, visible_keys
 from hf_longattn.integration import rotated_key_cache as keeping
 from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.layers import View
@@ -50,30 +50,42 @@ Step = Callable[[Tensor], Tensor]
 
 
 @pytest.fixture(autouse=True)
-def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_texts(sizes: Callable[..., None]) -> None:
     """What is worth it for a thousand keys is done for two, and buffers grow, and are filled, by a few."""
-    for module, name, value in (
-        (few_cpu, "WORTH", 2),
-        (visible_keys, "AHEAD", 2),
-        (rotated_keys, "AHEAD", 2),
-        (rotated_keys, "ROOM", 3),
-    ):
-        monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(rotated_keys, "STEP", 4)
+    sizes(WORTH=2, AHEAD=2, ROOM=3, STEP=4)
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def turned() -> list[int]:
+    """The columns of keys that are turned to be kept, as they are."""
+    return []
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch, turned: list[int]) -> list[int]:
     """How many keys were read as they were kept, call by call."""
     calls: list[int] = []
     get = rotated_keys.RotatedKeys.get
 
-    def counting(self: Any, name: Any, columns: slice, *more: Any) -> Tensor:
+    def counting(self: Any, name: Any, columns: slice, until: int, make: Any) -> Tensor:
+        def making(missing: slice) -> Tensor:
+            out: Tensor = make(missing)
+            turned.extend(range(missing.start, missing.stop) if out.shape[3] > 1 else ())  # not norms
+            return out
+
         calls.append(columns.stop - columns.start)
-        return get(self, name, columns, *more)
+        return get(self, name, columns, until, making)
 
     monkeypatch.setattr(rotated_keys.RotatedKeys, "get", counting)
     return calls
+
+
+@contextlib.contextmanager
+def room(size: int) -> Iterator[None]:
+    """While open, what is kept beside all caches of a model may take so many bytes; -1: nothing is kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keeping, "ROTATED_KEY_BYTES", size)
+        yield
 
 
 def model_of(config: LongAttnConfig, family: str = "llama") -> Any:
@@ -95,8 +107,7 @@ def as_without(run: Callable[[], Tensor], served: list[int], tolerance: float = 
     served.clear()
     got = run()
     assert served
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keeping, "ROTATED_KEY_BYTES", -1)
+    with room(-1):
         served.clear()
         want = run()
         assert not served
@@ -114,24 +125,15 @@ def test_each_token_is_as_in_one_pass(name: str, served: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["rerope", "dual_chunk", "rerope+cosscale"])
-def test_a_key_is_turned_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-    extended = rotated_keys.RotatedKeys._extended
-
-    def counting(buffer: Any, first: int, end: int, stop: int, make: Any) -> Tensor:
-        out: Tensor = extended(buffer, first, end, stop, make)
-        made.extend(range(end, stop) if out.shape[3] > 1 else ())  # not norms
-        return out
-
-    monkeypatch.setattr(rotated_keys.RotatedKeys, "_extended", staticmethod(counting))
+def test_a_key_is_turned_once(name: str, served: list[int], turned: list[int]) -> None:
     model = hf_longattn.apply(
         AutoModelForCausalLM.from_config(model_config("llama", num_hidden_layers=1)).eval(), METHODS[name]
     )
     ids, cache = tokens(1, 40, seed=1), DynamicCache()
     said(model, ids[:, :PREFIX], cache)
     steps(model, ids[:, PREFIX:], cache)
-    assert made
-    assert len(set(made)) == len(made)
+    assert turned
+    assert len(set(turned)) == len(turned)
 
 
 @pytest.mark.parametrize("name", ["rerope", "self_extend", "dual_chunk", "cosscale"])
@@ -392,8 +394,7 @@ def test_generate(how: dict[str, Any]) -> None:
         return scores.where(scores.isfinite(), 0.0)
 
     got = run()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keeping, "ROTATED_KEY_BYTES", -1)
+    with room(-1):
         close(got, run())
 
 
@@ -403,16 +404,16 @@ def test_beams_never_pay(served: list[int]) -> None:
     assert len(served) <= 4  # before beams part
 
 
-def test_the_bound_holds_for_all_caches_together(served: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bound_holds_for_all_caches_together(served: list[int]) -> None:
     model, ids = model_of(METHODS["rerope"]), tokens(1, 30, seed=1)
     caches = [DynamicCache(), DynamicCache()]
     for cache in caches:
         said(model, ids[:, :PREFIX], cache)
     steps(model, ids[:, PREFIX:12], caches[0])
     kept = keeping.nbytes_of(next(iter(state_of(model).rotated_keys.values())))
-    monkeypatch.setattr(keeping, "ROTATED_KEY_BYTES", kept + 1)
     served.clear()
-    steps(model, ids[:, PREFIX:12], caches[1])
+    with room(kept + 1):
+        steps(model, ids[:, PREFIX:12], caches[1])
     assert not served
 
 
@@ -459,6 +460,5 @@ def test_in_half_precision_keys_are_rounded_once_more(served: list[int]) -> None
 
     got = error()
     assert served
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keeping, "ROTATED_KEY_BYTES", -1)
+    with room(-1):
         assert got <= 1.2 * error()

@@ -16,10 +16,10 @@ import torch
 pytest.importorskip("omegaconf")
 pytest.importorskip("accelerate")
 from helpers import crossed
+from interrupts import at_step
 from transformers import NanoChatForCausalLM
 
 import hf_longattn
-from hf_longattn.training.trainer import RecipeTrainer
 from lab.scratch import train as scratch
 from lab.scratch.optim import Float32Muon, Muon, MuonWithAdam
 from lab.scratch.train import POSITIONS, Architecture
@@ -117,21 +117,12 @@ def test_the_304m_model_has_a_cosine(texts: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("position", ["prope", "logn_prope"])
-def test_a_killed_run_goes_on(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, position: str) -> None:
+def test_a_killed_run_goes_on(texts: Path, tmp_path: Path, position: str) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     expected = logged(trained("pretrain_small", small(texts, whole, architecture__position=position), whole), "loss")
-    step = RecipeTrainer.training_step
-
-    def dies(self: RecipeTrainer, *args: Any, **kwargs: Any) -> Any:
-        if self.state.global_step == 3:
-            raise KeyboardInterrupt
-        return step(self, *args, **kwargs)
-
     overrides = small(texts, cut, architecture__position=position)
-    with monkeypatch.context() as patch:
-        patch.setattr(RecipeTrainer, "training_step", dies)
-        with pytest.raises(KeyboardInterrupt):
-            trained("pretrain_small", overrides, cut)
+    with at_step(3), pytest.raises(KeyboardInterrupt):
+        trained("pretrain_small", overrides, cut)
     assert logged(trained("pretrain_small", overrides, cut, resume=True), "loss") == expected
 
 

@@ -18,13 +18,14 @@ from cases import FAMILIES, HEAD_DIM, model_config
 from helpers import SCENARIOS, build, close, crossed, logits, model, static, stock, tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from watched import Operators
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, reference_attention
 from hf_longattn.core.attend import attend
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import AttentionLayout
-from hf_longattn.core.kernels import bands, by_segment, few_cpu, sdpa, tiled, tiles
+from hf_longattn.core.kernels import few_cpu, tiled
 from hf_longattn.core.kernels.by_segment import BySegment
 from hf_longattn.core.kernels.rotate import rotate
 from hf_longattn.core.lower import lower
@@ -125,11 +126,9 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("interleaved", crossed([False, True], [False]))
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_attention_is_the_reference(
-    name: str, call: str, interleaved: bool, blocks: int, tile_elements: Callable[[int], None]
-) -> None:
+def test_attention_is_the_reference(name: str, call: str, interleaved: bool, blocks: int, sizes: Callable[..., None]) -> None:
     """Output and all gradients."""
-    tile_elements(blocks)
+    sizes(BLOCK_ELEMENTS=blocks)
     options, config = dict(CALLS[call]), CONFIGS[name]
     if name == "leaky_by_head" and options.get("kv") == 1:
         config = config.replace(stretch=[2.5])
@@ -147,8 +146,9 @@ def test_attention_is_the_reference(
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_decoding_with_a_key_head_for_each_query_head(
-    name: str, interleaved: bool, first: int, keys_in_small_blocks: None
+    name: str, interleaved: bool, first: int, sizes: Callable[..., None]
 ) -> None:
+    sizes(KEY_ELEMENTS=128, KEYS=8)
     query, key, value = raw(q=1, k=43, h=2)
     options: dict[str, Any] = {"rotation": rotation(interleaved, first=first)}
     got = hf_longattn.attention(query, key, value, CONFIGS[name], **options)
@@ -157,7 +157,8 @@ def test_decoding_with_a_key_head_for_each_query_head(
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("name", ["cosscale", "rerope+cosscale", "streaming+infoscale+cosscale"])
-def test_decoding_divides_by_the_norms_of_keys(name: str, kv_heads: int, keys_in_small_blocks: None) -> None:
+def test_decoding_divides_by_the_norms_of_keys(name: str, kv_heads: int, sizes: Callable[..., None]) -> None:
+    sizes(KEY_ELEMENTS=128, KEYS=8)
     window = {} if name == "cosscale" else {"window": 9}
     config = LongAttnConfig.preset(name, scale=5.0, **window, **({"train_length": 12} if "info" in name else {}))
     query, key, value = raw(q=2, k=43, h=2)
@@ -219,45 +220,26 @@ def test_keys_may_arrive_turned(name: str, together: bool) -> None:
 # cost -----------------------------------------------------------------------------------------------------------------
 
 
-def pairs_touched(n: int, config: LongAttnConfig, backend: str, backward: bool) -> int:
-    """Pairs of query and key whose product is computed, by tiles or by parts of bands."""
-    touched = 0
-    scores, forward = tiles.Tile.scores, sdpa.forward
-
-    def counting(self: Any, *args: Any) -> Tensor:
-        nonlocal touched
-        out = scores(self, *args)
-        touched += out.numel()
-        return out
-
-    def counting_parts(query: Tensor, key: Tensor, *args: Any) -> Any:
-        nonlocal touched
-        touched += query.shape[1] * query.shape[2] * key.shape[2]
-        return forward(query, key, *args)
-
+def work(n: int, config: LongAttnConfig, backend: str, backward: bool) -> int:
+    """Numbers that are multiplied, of queries, keys and values, by tiles or by parts of bands."""
     leaves = [x.float().requires_grad_(backward) for x in raw(q=n, k=n, h=2, b=1)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles.Tile, "scores", counting)
-        patch.setattr(sdpa, "forward", counting_parts)
+    with Operators() as seen:
         out = hf_longattn.attention(*leaves, config, rotation=rotation(), backend=backend)
         if backward:
             out.sum().backward()
-    return touched
+    return seen.multiplied
 
 
 @pytest.mark.parametrize(("backend", "backward"), [("fused", False), ("tiled", False), ("tiled", True)])
 @pytest.mark.parametrize("name", ["windowed", "streaming", "lm_infinite"])
-def test_windows_touch_visible_pairs_only(
-    name: str, backend: str, backward: bool, monkeypatch: pytest.MonkeyPatch, tile_elements: Callable[[int], None]
-) -> None:
+def test_windows_touch_visible_pairs_only(name: str, backend: str, backward: bool, sizes: Callable[..., None]) -> None:
     """Twice the length, twice the work; and less than a third of full attention's."""
-    tile_elements(1 << 13)
-    monkeypatch.setattr(bands, "SHORT", 16)
+    sizes(BLOCK_ELEMENTS=1 << 13, SHORT=16)
     config = LongAttnConfig.preset(name, window=32)
 
-    half, whole = (pairs_touched(n, config, backend, backward) for n in (512, 1024))
+    half, whole = (work(n, config, backend, backward) for n in (512, 1024))
     assert 1.8 < whole / half < 2.2
-    assert whole < pairs_touched(1024, LongAttnConfig(), "tiled", backward) / 3
+    assert whole < work(1024, LongAttnConfig(), "tiled", backward) / 3
 
 
 # whole models ---------------------------------------------------------------------------------------------------------
@@ -324,9 +306,9 @@ def test_rows_beyond_are_stock_yarn_and_the_others_plain(family: str, kind: str,
 
 @pytest.mark.parametrize("blocks", [1 << 21, 1 << 12])
 @pytest.mark.parametrize("q_len", [300, 40])
-def test_rows_within_are_what_they_were(q_len: int, blocks: int, tile_elements: Callable[[int], None]) -> None:
+def test_rows_within_are_what_they_were(q_len: int, blocks: int, sizes: Callable[..., None]) -> None:
     """On the same kernel, in a text that goes on beyond and in one that ends before; also of half precision."""
-    tile_elements(blocks)
+    sizes(BLOCK_ELEMENTS=blocks)
     for dtype in (torch.float32, torch.bfloat16):
         query, key, value = (x.to(dtype) for x in raw(q=q_len, k=300))
         for train_length, same in ((280, 300 - q_len), (1000, 300 - q_len)):
@@ -340,15 +322,24 @@ def test_rows_within_are_what_they_were(q_len: int, blocks: int, tile_elements: 
 
 
 @pytest.mark.parametrize("name", ["rerope", "leaky_rerope", "string_remap", "yarn_beyond"])
-def test_a_short_text_pays_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Intervals in which no row sees a key are left out: nothing is re-rotated."""
-    monkeypatch.setattr(by_segment, "rotate", lambda *_: pytest.fail("re-rotated"))
+def test_a_short_text_pays_nothing(name: str) -> None:
+    """Intervals in which no row sees a key are left out: no angle is computed, nothing turned or multiplied."""
     config = LongAttnConfig.preset(name, **WIDE.get(name, {"train_length": 30}))
-    query, key, value = raw()
-    got = hf_longattn.attention(query, key, value, config, rotation=rotation(), backend="tiled")
-    assert torch.equal(got, hf_longattn.attention(query, key, value, LongAttnConfig(), backend="tiled"))
-    with pytest.raises(pytest.fail.Exception, match="re-rotated"):
-        hf_longattn.attention(*raw(q=60, k=60), config, rotation=rotation(), backend="tiled")
+    aten = torch.ops.aten
+
+    def outputs(n: int) -> tuple[list[Tensor], set[Any]]:
+        """Under the method and without it; and what the method computes beside that."""
+        got, ran = [], []
+        for c in (config, LongAttnConfig()):
+            with Operators() as seen:
+                got.append(hf_longattn.attention(*raw(q=n, k=n), c, rotation=rotation(), backend="tiled"))
+            ran.append(seen.ran)
+        return got, {aten.cos, aten.mul, aten.addcmul_, aten.bmm} & (ran[0] - ran[1]).keys()
+
+    short, more = outputs(23)
+    assert torch.equal(*short)
+    assert not more
+    assert outputs(60)[1] == {aten.cos, aten.mul, aten.addcmul_, aten.bmm}
 
 
 def test_yarn_beyond_refuses_what_it_would_compute_wrongly() -> None:

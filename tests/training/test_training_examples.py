@@ -6,6 +6,7 @@ import math
 import re
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +91,19 @@ def test_a_reference_model_of_trl_runs_the_method_of_the_policy(names: dict[str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_script(name: str, names: dict[str, Any], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script(
+    name: str,
+    names: dict[str, Any],
+    base: Path,
+    tmp_path: Path,
+    cpu_bfloat16: Callable[[bool], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As a user starts it, on the CPU, for three steps."""
     if name.startswith("trl"):
         pytest.importorskip("trl")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    monkeypatch.setattr(hf_longattn, "auto_dtype", lambda *_: "float32")
+    cpu_bfloat16(False)  # float32 is loaded
     monkeypatch.syspath_prepend(ROOT / "examples")
     (tmp_path / "book.txt").write_text("\n\n".join(names["texts"]), encoding="utf-8")
     words = f"{name} --model {base} --data book.txt --output adapter --length 32 --steps 3"
