@@ -27,7 +27,7 @@ FILES = (
     "integration/test_silent_errors.py",
     "integration/test_positions.py",
 )
-FILES += ("integration/test_pictures.py", "integration/test_turned_keys.py", "integration/test_options.py")
+FILES += ("integration/test_pictures.py", "integration/test_rotated_key_cache.py", "integration/test_options.py")
 NEAR = 1 / 3
 #: What PyTorch's own kernels, MKL and oneDNN use at most; a CPU that has less uses less.
 INSTRUCTIONS = {
