@@ -36,7 +36,7 @@ def load_setting(
     if setting.config is not None:
         with no_untrained_warning():
             method = calibrated(loaded, setting.config) if calibrated else setting.config
-            apply(loaded, filled(method, running(loaded)))
+            apply(loaded, joined(method, setting, checkpoint, running(loaded)))
     return loaded.to(device).eval()
 
 
@@ -84,6 +84,17 @@ class OneModel:
         """Let the model run what it ran."""
         if self.loaded is not None:
             self.was.give_back()
+
+
+def joined(method: LongAttnConfig, setting: Setting, checkpoint: Checkpoint, runs: LongAttnConfig | None) -> LongAttnConfig:
+    """A setting's method with what the checkpoint runs beside it; what an adapter records gives way to the whole of it.
+
+    Args:
+        runs: what the model runs that was loaded for the setting.
+    """
+    if setting.adapter is None:
+        return filled(method, runs)
+    return filled(method, checkpoint.method if setting.model is None else Checkpoint(setting.model).method)
 
 
 def filled(asked: LongAttnConfig, own: LongAttnConfig | None) -> LongAttnConfig:

@@ -13,7 +13,7 @@ from ..integration.saved_method import ADAPTER, method_in, saved_in
 from ..slots.method import ModelFacts
 from ..user_warnings import warn
 from .checkpoints import Checkpoint
-from .loading import filled
+from .loading import filled, joined
 from .settings import Setting
 
 
@@ -37,7 +37,9 @@ def check_setting(setting: Setting, checkpoint: Checkpoint, head: bool = True) -
     try:
         empty = asked.build()
         own = running(empty)
-        if (method := setting.config or _adapters_method(setting, own)) is not None:
+        if (method := setting.config) is not None:
+            apply(empty, joined(method, setting, checkpoint, own))
+        elif (method := _adapters_method(setting, own)) is not None:
             apply(empty, filled(method, own))
         known = method or own
         told = setting.train_length or (None if known is None else known.train_length)

@@ -37,7 +37,7 @@ class Setting:
         method: a preset's name, with `parameters`; or the slots written out, as in a saved `longattn` section; None for none.
         rope: "yarn:2" and the like ("prope:0.5", with a new base "prope:0.5:1e6"); None for the model's own.
         adapter: a directory with a LoRA adapter, which brings the attention that it records, or that a config.json in its
-            directory names.
+            directory names; `method` runs in place of that.
         model: another checkpoint in place of the command's, for weights that were trained under the method.
         train_length: the length that the model was trained at; None: read from its config.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -513,6 +514,11 @@ def test_adapter_settings_bring_their_attention(folder: Path, tmp_path: Path, ki
     assert hf_longattn.get_config(loaded).logit_map is not None
     ids = torch.randint(2, 90, (1, 30))
     torch.testing.assert_close(loaded(ids).logits, adapted.eval()(ids).logits, atol=1e-5, rtol=0.0)
+    other = dataclasses.replace(setting, method="infoscale")
+    check_setting(other, Checkpoint(str(folder / "model")))
+    assert [m.name for m in hf_longattn.get_config(load_setting(other, Checkpoint(str(folder / "model")))).methods] == [
+        "infoscale"
+    ]
 
 
 def test_an_adapter_that_says_nothing_of_attention_is_told(folder: Path, tmp_path: Path) -> None:
