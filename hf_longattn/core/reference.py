@@ -23,8 +23,16 @@ def dense_attention(call: Call) -> tuple[Tensor, Tensor]:
 
     Order of the stages: positions, score, the model's own softcap, temperature by length, logit map, visibility,
     temperature by entropy (of the keys alone), softmax with the model's learned sinks, dropout, output norm. Computes in
-    float32 for half precisions.
+    float32 for half precisions, under autocast too.
     """
+    device = call.query.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return _dense(call)
+    return _dense(call)
+
+
+def _dense(call: Call) -> tuple[Tensor, Tensor]:
     query, key, value, config, scaling = call.query, call.key, call.value, call.config, call.scaling
     rows = call.rows.on(query.device)
     dtype = query.dtype

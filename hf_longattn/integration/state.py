@@ -156,8 +156,9 @@ class Arrangement(NamedTuple):
 
     Args:
         described: the config of each attention module, and the `LongAttnConfig` that its record held.
-        children: the tables of children (`children_of`) of the modules from the innermost model to its attention, which
-            change with them; None where its layers are others than those that its method was put into.
+        children: the tables of children (`children_of`) of the modules from the innermost model to its attention, and of those
+            that hold a rotary module which a remap turns by; they change with them. None where its layers, or these, are
+            others than those that its method was put into.
         held: what these tables held.
         attention: the `vars` of each attention module, which change with it.
         numbers: the `layer_idx` that each had.
@@ -204,11 +205,15 @@ def state_of(model: nn.Module) -> AttentionState | None:
 def is_settled(view: View) -> bool:
     """Tell whether a model's layers are those that its method was put into, by their numbers, and all configs say so.
 
-    Not so where some were copied, moved or dropped since, came from another model, or were put under another head.
+    Not so where some were copied, moved or dropped since, came from another model, or were put under another head; or where
+    another rotary module is in the place of one that a remap turns by.
     """
     methods = [method_of(x.module) for x in view.candidates]
     numbers = tuple(None if method is None or method.state is not view.state else method.index for method in methods)
     if view.state is None or not methods or numbers != view.state.layers or numbers != tuple(x.index for x in view.candidates):
+        return False
+    turning = {method.rotary.module for method in methods if method is not None and method.rotary is not None}
+    if not turning.issubset(view.modules):
         return False
     return all(methods[0] is not None and raw_section(c) is methods[0].whole_config for c in view.method_configs)
 
@@ -217,6 +222,11 @@ def _places_of(view: View) -> tuple[list[Any], list[tuple[Any, ...]], list[dict[
     """The fields of an `Arrangement` behind `described`."""
     attention = [x.module for x in view.candidates]
     inside = {x for module in attention for x in modules_of(module)}
-    around = [m for m in modules_of(view.inner) if m not in inside and not inside.isdisjoint(modules_of(m))]
+    turning = {method.rotary.module for x in attention if (method := method_of(x)) is not None and method.rotary is not None}
+    around = [
+        m
+        for m in modules_of(view.inner)
+        if (m not in inside and not inside.isdisjoint(modules_of(m))) or not turning.isdisjoint(children_of(m).values())
+    ]
     children, own = [children_of(m) for m in around], [vars(x) for x in attention]
     return children, [tuple(x.values()) for x in children], own, [x.get("layer_idx") for x in own]

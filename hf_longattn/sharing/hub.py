@@ -118,7 +118,7 @@ def save(
             (aside / readme.name).unlink(missing_ok=True)  # PEFT's
             warn(f"{readme} was not written by hf_longattn and is kept: no model card is written")
             return directory
-        write_card(model, aside, name or directory.name, facts, base_model, remote_code)
+        write_card(model, aside, name or directory.resolve().name, facts, base_model, remote_code)
     return directory
 
 

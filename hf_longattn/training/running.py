@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def _run(prepared: Prepared, optimizer: Callable[[Any], torch.optim.Optimizer] |
         "recipe": recipe.name,
         "measured": losses,
         "reach": {"text": told, "probe": reach},
-        "train_loss": result.training_loss,
+        "train_loss": result.training_loss if prepared.checkpoint is None else mean_loss(trainer.state.log_history),
         "steps": trainer.state.global_step,
         "tokens": trainer.state.global_step * prepared.windows * recipe.length,
         "seed": args.seed,
@@ -93,6 +94,13 @@ def _run(prepared: Prepared, optimizer: Callable[[Any], torch.optim.Optimizer] |
     if first:
         write_whole(output / METRICS_FILE, json.dumps(metrics, indent=1) + "\n")
     return metrics
+
+
+def mean_loss(log: Sequence[Mapping[str, Any]]) -> float | None:
+    """The mean training loss of all steps that were logged, those before a run was resumed among them; None: none was."""
+    logged = [(0, 0.0), *((int(entry["step"]), float(entry["loss"])) for entry in log if "loss" in entry)]
+    total = sum((step - before) * loss for (before, _), (step, loss) in itertools.pairwise(logged))
+    return total / logged[-1][0] if logged[-1][0] else None
 
 
 def _model(prepared: Prepared) -> tuple[Any, Any]:

@@ -356,6 +356,8 @@ def test_autocast_does_not_reach_the_logits(case: str, rows: int) -> None:
     want = hf_longattn.attention(query, key, value, config)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(hf_longattn.attention(query, key, value, config), want)
+        defined = hf_longattn.reference_attention(query, key, value, config)
+    assert torch.equal(defined, hf_longattn.reference_attention(query, key, value, config))
 
 
 # memory -------------------------------------------------------------------------------------------------------------

@@ -412,6 +412,26 @@ def test_frequencies_in_half_precision(dtype: torch.dtype) -> None:
     assert errors["rerope"] < 2 * errors["stock"]
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_another_rotary_module_in_place_of_the_models_own(family: str) -> None:
+    """As those who change a loaded model's rope put it in: the next pass turns by it, and verifies it."""
+
+    def exchanged(m: Any) -> Any:
+        text, settings = m.config.get_text_config(), copy.deepcopy(m.config.get_text_config().rope_parameters)
+        for x in settings.values() if "full_attention" in settings else [settings]:
+            x["rope_theta"] = 500.0
+        text.rope_parameters = settings
+        m.model.rotary_emb = type(m.model.rotary_emb)(text)
+        return m
+
+    m = hf_longattn.apply(stock(family), "rerope", window=7)
+    before = m(tokens()).logits
+    want = hf_longattn.apply(exchanged(stock(family)), "rerope", window=7)(tokens()).logits
+    assert not torch.allclose(before, want, atol=1e-2)
+    for copied in (copy.deepcopy(exchanged(m)), m):
+        close(copied(tokens()).logits, want, 3e-6)
+
+
 @pytest.mark.parametrize("zeros", ["of padding", "of other tokens"])
 def test_rotation_is_verified_by_a_token_that_is_more_than_zeros(zeros: str) -> None:
     """Token 1 is padding in Olmo's default config, and so embedded as zeros, also after training."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -107,6 +108,18 @@ def test_a_saved_model_and_its_card(tmp_path: Path) -> None:
         "- Anson, Wang & Aitchison 2025, Scale-invariant attention, [arXiv:2505.17083](https://arxiv.org/abs/2505.17083)",
     ):
         assert line in card.text, line
+
+
+@pytest.mark.parametrize("name", ["C:\\new\\model", 'a "quoted" name', "."])
+def test_the_line_that_loads_a_model_is_python(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path(name)
+    hf_longattn.save(changed(), folder)
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    (line,) = [line for line in card.splitlines() if ".from_pretrained(" in line]
+    (argument,) = ast.parse(line).body[0].value.args  # type: ignore[attr-defined]
+    assert argument.value == (tmp_path.name if name == "." else name)
+    assert f"# {argument.value}" in card.splitlines()
 
 
 @pytest.mark.slow

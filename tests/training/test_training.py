@@ -491,7 +491,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny: Path, tmp_path: P
         changes["data"] = tiny / "short.txt"
     if case == "stream":
         changes["data"] = tiny / "table.jsonl"
-    expected = losses(trained(name, settings(tiny, tmp_path / "whole", **changes)))
+    whole = trained(name, settings(tiny, tmp_path / "whole", **changes))
+    expected = losses(whole)
     overrides = settings(tiny, tmp_path / "cut", **changes)
     with at_step(killed_at), pytest.raises(KeyboardInterrupt):
         trained(name, overrides)
@@ -499,6 +500,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny: Path, tmp_path: P
     metrics = trained(name, overrides, resume=True)
     assert metrics["resumed_from"] == "checkpoint-2"
     assert losses(metrics) == expected
+    assert metrics["train_loss"] == pytest.approx(whole["train_loss"], rel=1e-4)  # what is logged is rounded
     assert len(expected) >= 8  # six steps and two evaluations
     with pytest.raises(ValueError, match="finished"):
         prepare(load_recipe(name, overrides), resume=True)
@@ -521,6 +523,7 @@ def test_a_run_killed_after_its_last_step_trains_no_more(tiny: Path, tmp_path: P
     assert (metrics["steps"], metrics["tokens"]) == (2, whole["tokens"])
     assert metrics["measured"] == whole["measured"]
     assert losses(metrics) == losses(whole)
+    assert metrics["train_loss"] == pytest.approx(whole["train_loss"], rel=1e-4)
 
 
 @pytest.mark.slow
