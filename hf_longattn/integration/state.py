@@ -213,7 +213,7 @@ def is_settled(view: View) -> bool:
     if view.state is None or not methods or numbers != view.state.layers or numbers != tuple(x.index for x in view.candidates):
         return False
     turning = {method.rotary.module for method in methods if method is not None and method.rotary is not None}
-    if not turning.issubset(view.modules):
+    if not turning.issubset(view.modules) and not is_replica(view.model):  # which turns by copies
         return False
     return all(methods[0] is not None and raw_section(c) is methods[0].whole_config for c in view.method_configs)
 
