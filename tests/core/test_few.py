@@ -22,7 +22,7 @@ from hf_longattn.core.reference import dense_attention
 
 pytestmark = pytest.mark.skipif(programs.triton is None, reason="triton is not installed")
 #: Every case on one query, and each on some of the other rows.
-CALLED = [*((case, "one") for case in CASES), *spread(CASES, ("padded", "blind", "ids", "static"), 3)]
+CALLED = [*((case, "one") for case in CASES), *spread(CASES, ("padded", "blind", "ids", "static"), 4)]
 #: How the model rotates: halves, and pairs of neighbours behind features that are not rotated.
 ROTATIONS = {False: Rotation(torch.tensor([1.0, 0.3, 0.02])), True: Rotation(torch.tensor([1.0, 0.3, 0.02]), True, 2)}
 

@@ -1,8 +1,8 @@
 """The tests that hold under every supported Python, torch and transformers, by the Python that runs this.
 
-python tests/kit/lane.py             exactness, persistence, adapters, positions, models, trained lengths, private facts
-python tests/kit/lane.py --newest    these without the slow ones, continuous batching and the README; and what to do if
-a newer release fails
+python tests/kit/lane.py             exactness, persistence, adapters, positions, models, trained lengths, private facts,
+                                     without slow ones
+python tests/kit/lane.py --newest    these, continuous batching and the README; and what to do if a newer release fails
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def main(newest: bool) -> int:
     print(f"Python {platform.python_version()} on {sys.platform}:", *(f"{k} {v}" for k, v in found.items()), flush=True)
     pytest = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "-m"]
     readme = [sys.executable, "tests/kit/release.py", "--here", "README.md"]
-    commands = [[*pytest, "not crossed", *tests(*FILES)]]
+    commands = [[*pytest, "not slow and not crossed", *tests(*FILES)]]
     if newest:
-        commands = [[*pytest, "not slow and not crossed", *tests(*FILES)], [*pytest, "not crossed", *tests("engines")], readme]
+        commands += [[*pytest, "not crossed", *tests("engines")], readme]
     alone = os.environ | {"OMP_NUM_THREADS": "1"}
     failed = [c for c in commands if subprocess.run(c, cwd=ROOT, check=False, env=alone).returncode]
     pins = dict(x.split("==") for x in (ROOT / "constraints.txt").read_text(encoding="utf-8").split() if "==" in x)
