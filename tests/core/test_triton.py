@@ -75,7 +75,7 @@ def check(query: Tensor, key: Tensor, value: Tensor, rows: AttentionLayout, tole
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("geometry", "options"),
-    crossed(spread(GEOMETRIES, OPTIONS, 4), [("packed", "everything"), ("mask (b, h, q, k)", "everything")]),
+    crossed(spread(GEOMETRIES, OPTIONS, 4), [("window", "everything"), ("mask (b, 1, q, k)", "everything")]),
 )
 def test_geometries(geometry: str, options: str) -> None:
     q_len, kv_len, rows = GEOMETRIES[geometry]
