@@ -259,8 +259,8 @@ def show_cells(experiment: Experiment) -> None:
         there = sum(cell.name in experiment.rows for cell in cells)
         rows.append([setting, task, lengths, str(len(cells)), str(there)])
     console.print(table("Rows to measure", ("setting", "task", "tokens", "rows", "there already"), rows))
-    still = sum(cell.name not in experiment.rows for cell in experiment.cells)
-    say(f"{still} of {len(experiment.cells)} rows would be measured. Nothing was measured or written.")
+    there = sum(int(row[-1]) for row in rows)
+    say(f"{len(experiment.cells) - there} of {len(experiment.cells)} rows would be measured. Nothing was measured or written.")
 
 
 def stop(experiment: Experiment, out: Path | None) -> NoReturn:

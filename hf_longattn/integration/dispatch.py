@@ -97,8 +97,10 @@ def attention_forward(
 
 
 def _keeps_own_mask(layer_call: LayerCall, mask: Tensor | None) -> bool:
-    """Tell whether a layer computes what it did before its method under the very mask it got: in a pass with pictures in which
-    the method changes nothing, where attention weights are asked for, or the mask is no layout mask.
+    """Tell whether a layer runs its unmodified attention under the mask that it got.
+
+    That is so in a pass with pictures in which its method changes nothing, where attention weights are asked for or the mask
+    is the user's own.
     """
     forward_pass = layer_call.forward_pass
     if forward_pass is None or forward_pass.axes is None or not forward_pass.unchanged(layer_call.method):

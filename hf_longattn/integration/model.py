@@ -146,10 +146,10 @@ def update(model: Model, **parameters: Any) -> Model:
         config = _running(view).replace(**parameters)
         methods = {x.module: method for x in view.of_target if (method := method_of(x.module)) is not None}
         held, modules = raw_section(view.target), set(view.modules)
-        fits = methods and all(
+        planned = methods and all(
             p.whole_config is held and (p.rotary is None or p.rotary.module in modules) for p in methods.values()
         )
-        if not fits or parameters.keys() != {"strength"} or config.logit_map is None or not config.logit_map.blends:
+        if not planned or parameters.keys() != {"strength"} or config.logit_map is None or not config.logit_map.blends:
             _put(view, config)
             return model
         view.state.set_running(view, config)

@@ -26,6 +26,7 @@ def attach_learned_parts(view: View, facts: ModelFacts) -> None:
     keep_learned(view)
 
 
+@torch.inference_mode(False)  # parameters are trained later, wherever the method was put in
 def attach(model: nn.Module, layer: Layer, methods: Sequence[Method], facts: ModelFacts | None = None) -> None:
     """Give an attention module the learned parts of these methods as `module.longattn`, keeping those that it has already.
 
@@ -33,15 +34,13 @@ def attach(model: nn.Module, layer: Layer, methods: Sequence[Method], facts: Mod
     """
     module = layer.module
     present, again = learned_parts(module), set[str]()
-    with torch.inference_mode(False):  # they are trained later, wherever the method was put in
-        learned = {} if facts is None else make_parts(methods, facts)
+    learned = {} if facts is None else make_parts(methods, facts)
     for slot, part in learned.items():
         there = present.get(slot)
         if there is not None and type(there) is type(part) and _kind(there) == _kind(part):
             learned[slot] = there
             continue
-        with torch.inference_mode(False):
-            to_device(part, device_of(module, model), dtype_of(module))
+        to_device(part, device_of(module, model), dtype_of(module))
         if there is not None and _kind(there) == _kind(part):  # its class was defined anew, in a notebook
             part.load_state_dict(there.state_dict())
             again.add(slot)

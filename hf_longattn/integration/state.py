@@ -212,17 +212,23 @@ def is_settled(view: View) -> bool:
     numbers = tuple(None if method is None or method.state is not view.state else method.index for method in methods)
     if view.state is None or not methods or numbers != view.state.layers or numbers != tuple(x.index for x in view.candidates):
         return False
-    turning = {method.rotary.module for method in methods if method is not None and method.rotary is not None}
+    turning = _turning(view)
     if not turning.issubset(view.modules) and not is_replica(view.model):  # which turns by copies
         return False
     return all(methods[0] is not None and raw_section(c) is methods[0].whole_config for c in view.method_configs)
+
+
+def _turning(view: View) -> set[nn.Module]:
+    """The rotary modules that remaps of a model's layers turn by."""
+    methods = (method_of(x.module) for x in view.candidates)
+    return {method.rotary.module for method in methods if method is not None and method.rotary is not None}
 
 
 def _places_of(view: View) -> tuple[list[Any], list[tuple[Any, ...]], list[dict[str, Any]], list[int | None]]:
     """The fields of an `Arrangement` behind `described`."""
     attention = [x.module for x in view.candidates]
     inside = {x for module in attention for x in modules_of(module)}
-    turning = {method.rotary.module for x in attention if (method := method_of(x)) is not None and method.rotary is not None}
+    turning = _turning(view)
     around = [
         m
         for m in modules_of(view.inner)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import stock, tokens
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
+from watched import Operators
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
@@ -35,16 +35,6 @@ ACTING = {
 WITHIN = {name: preset(name) for name in ("infoscale", "rerope", "rerope+infoscale", "streaming", "yarn_beyond")}
 
 
-class Counting(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 @torch.no_grad()
 def step_of(config: LongAttnConfig | None, layers: int) -> tuple[int, int]:
     """Tensor operations and Python calls of one decoded token."""
@@ -55,7 +45,7 @@ def step_of(config: LongAttnConfig | None, layers: int) -> tuple[int, int]:
     m(tokens(1), **{CACHE: cache})
     token = tokens(1, 1, seed=3)
     m(token, **{CACHE: cache})  # builds tables
-    with Counting() as operations:
+    with Operators() as operations:
         m(token, **{CACHE: cache})
     calls = 0
 
@@ -71,7 +61,7 @@ def step_of(config: LongAttnConfig | None, layers: int) -> tuple[int, int]:
     finally:
         sys.setprofile(before)
         gc.enable()
-    return operations.count, calls
+    return operations.ran.total(), calls
 
 
 @functools.cache

@@ -51,7 +51,7 @@ class Diagnostics:
     Args:
         layers: the layers' numbers, along the dimension "layer".
         lengths: along "length"; group k holds the rows with lengths[k] <= n < 2 lengths[k].
-        ranges: along "range": the distances t with first <= t < last, in tokens, where position_ids jump too.
+        ranges: along "range": the distances t with first <= t < last, in tokens even where position_ids jump.
         z: along "z": quantiles of the standard Gaussian.
         rows: int64 (length,), the rows read; outputs are taken from every row, read or not.
         range_rows: int64 (layer, length, range), those of them that see a key in the range, sinks apart.
