@@ -1,5 +1,5 @@
 # make demo | check | margins | test | test-lab | docs | bench | report | theory | gpu | gpu-all | compile-cuda | engines | vllm | conformance | coverage | coverage-models
-#      survival | test-oldest | test-newest | test-main | test-python | release | clean
+#      survival | test-crossed | test-oldest | test-newest | test-main | test-python | release | clean
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 OLDEST := .venv-oldest
@@ -19,14 +19,17 @@ MAINS := git+https://github.com/huggingface/transformers git+https://github.com/
 PACKAGES = import sysconfig; print(sysconfig.get_path("purelib"))
 
 .PHONY: demo test test-lab check lint margins docs site bench report theory reproduce gpu gpu-all compile-cuda engines vllm conformance coverage coverage-models survival
-.PHONY: test-oldest test-newest test-main test-python wheel release-check release clean
+.PHONY: test-crossed test-oldest test-newest test-main test-python wheel release-check release clean
 .PRECIOUS: %/bin/pip %/.layered
 
 demo: $(VENV)/.demo  ## a real model under the method: run, measure, adapt, save, reload (ARGS="--help" for options)
 	$(BIN)/python recipes/demo/run.py $(ARGS)
 
-test: $(if $(T),$(VENV)/.dev,lint)  ## the package: format, lint, types, imports, its tests (T=AREA: the tests of one area)
-	$(PYTEST) $(or $(AREA),$(ASIDE))
+test: $(if $(T),$(VENV)/.dev,lint)  ## the package: format, lint, types, imports, its tests (T=AREA: all tests of one area, crossed ones too)
+	$(PYTEST) $(or $(AREA),-m "not crossed" $(ASIDE))
+
+test-crossed: $(VENV)/.dev  ## the cases that `make test` leaves out: each shows what another case shows in another combination
+	$(PYTEST) -m crossed $(ASIDE)
 
 test-lab: $(VENV)/.dev  ## the tests of lab/ and recipes/demo
 	$(PYTEST) tests/lab

@@ -394,7 +394,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", crossed(["rerope", "narrow", "attention_sink", "rerope+adaptive_temperature"], ["rerope", "narrow"])
+    "name",
+    crossed(["rerope", "narrow", "attention_sink", "rerope+adaptive_temperature"], ["rerope", "rerope+adaptive_temperature"]),
 )
 @pytest.mark.parametrize("kind", ["efficient", "cudnn", "flash", "triton"])
 def test_cuda_is_asked_as_its_operators_want(name: str, kind: str, cuda: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

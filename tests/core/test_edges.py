@@ -281,15 +281,18 @@ def test_random_calls_of_random_methods(call: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [
-        "alibi",
-        "logn",
-        "infoscale+cosscale",
-        "adaptive_saturated",
-        "streaming+adaptive",
-        "attention_sink_learned",
-        "all_slots",
-    ],
+    crossed(
+        [
+            "alibi",
+            "logn",
+            "infoscale+cosscale",
+            "adaptive_saturated",
+            "streaming+adaptive",
+            "attention_sink_learned",
+            "all_slots",
+        ],
+        3,
+    ),
 )
 @torch.no_grad()
 def test_methods_compile(case: str) -> None:

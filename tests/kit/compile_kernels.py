@@ -132,20 +132,23 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float16", "float32"])
     parser.add_argument("--head-dims", nargs="*", type=int, default=[64, 80, 96, 128, 256])
     parser.add_argument("--calls", nargs="*", default=list(CALLS))
+    parser.add_argument("--case", nargs=4, action="append", default=[], metavar=("TARGET", "DTYPE", "HEAD_DIM", "CALL"))
     args = parser.parse_args()
+    cases = [(int(target), dtype, int(head_dim), call) for target, dtype, head_dim, call in args.case]
+    cases = cases or list(itertools.product(args.targets, args.dtypes, args.head_dims, args.calls))
     warnings.filterwarnings("error", message="Triton (cannot|failed)")  # ours; it has warnings of its own
     failed, report = 0, list[dict[str, Any]]()
     compiled = [(launcher.kernels, f"{name}_kernel") for name in ("forward", "query", "key", "ranges")]
     compiled += [(programs.kernels, f"{name}_kernel") for name in ("scores", "turn", "join")]
     own, candidates = {name: getattr(module, name) for module, name in compiled}, launcher._candidates
 
-    for target in args.targets:
+    for target, group in itertools.groupby(cases, key=lambda case: case[0]):
         triton.runtime.driver.set_active(Driver(target))
         launcher._shared_memory = lambda device, limit=SHARED[target]: limit
         launcher._candidates = candidates if target >= 90 else lambda *x: launcher.small_first(x[0], candidates(*x))
         for module, name in compiled:
             setattr(module, name, Compiled(own[name], target, report))
-        for dtype, head_dim, call in itertools.product(args.dtypes, args.head_dims, args.calls):
+        for _, dtype, head_dim, call in group:
             case = {"target": target, "dtype": dtype, "head_dim": head_dim, "call": call}
             launcher._FAILED.clear()
             try:

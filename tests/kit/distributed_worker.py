@@ -1,4 +1,7 @@
-"""What `test_distributed.py` runs in each of two processes: `python distributed_worker.py JOB,JOB RANK STORE OUT`."""
+"""What `test_distributed.py` runs in each of two processes: `python distributed_worker.py JOB,JOB RANK STORE OUT CASE...`.
+
+Of the jobs those that shard weights take the cases; the others run every method.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import faulthandler
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,9 @@ SPLIT += ("yarn_beyond", "output_layer_norm")
 #: Those that run on sequences split over processes, some with sliding layers that are left alone, or softcaps.
 ALL_SPLIT = (*SPLIT, "gemma3/alibi", "gemma2/logn_learned", "gpt_oss/logn_learned")
 #: Those whose weights are saved and loaded again while they are sharded.
-SHARDED = ("scale_invariant", "logn_learned", "output_layer_norm", "rerope")
+SAVED = ("scale_invariant", "logn_learned", "output_layer_norm", "rerope")
+#: Those that show what sharded weights do to every method: parameters per head, learned ones, none.
+SHARDED = (*SAVED, "alibi")
 
 
 def made(case: str, family: str = "llama") -> PreTrainedModel:
@@ -147,14 +152,14 @@ DEEPSPEED = {"zero_optimization": ZERO3, "zero_allow_untested_optimizer": True, 
 DEEPSPEED |= {"gradient_clipping": 0.0}  # to 1 unless told
 
 
-def zero3(out: Path) -> dict[str, Any]:
+def zero3(out: Path, cases: Sequence[str]) -> dict[str, Any]:
     """A step of DeepSpeed's engine, with weights, gradients and optimiser states in parts."""
     engine = start_deepspeed()
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
     results = {}
     mine = tokens().chunk(RANKS)[torch.distributed.get_rank()]
-    for case in SPLIT:
+    for case in cases:
         m = made(case).train()
         optimizer = torch.optim.SGD(m.parameters(), lr=1.0)
         model, *_ = engine.initialize(model=m, optimizer=optimizer, config=DEEPSPEED | {"train_micro_batch_size_per_gpu": 1})
@@ -227,15 +232,15 @@ def _sequences(start: Any, batch: int | None = None) -> dict[str, Any]:
     return results
 
 
-def fully_sharded(out: Path) -> dict[str, Any]:
+def fully_sharded(out: Path, cases: Sequence[str]) -> dict[str, Any]:
     """Two steps of training with weights sharded by FSDP2, the second also after saving and loading everything."""
     results: dict[str, Any] = {}
     mine = tokens().chunk(RANKS)[torch.distributed.get_rank()]
-    for case in SPLIT:
+    for case in cases:
         m, optimizer = sharded(out / case)
         _, first = step(m, input_ids=mine)
         results[case] = {"gradients": gradients(m)}
-        if case not in SHARDED:
+        if case not in SAVED:
             continue
         optimizer.step()
         model_state, optimizer_state = get_state_dict(m, optimizer)
@@ -270,12 +275,14 @@ PARALLEL = {
     "sequence": ["method=logn:learned=true", "packing=documents", "sequence_parallel=2"],
     "checkpointing": ["method=output_layer_norm", "sequence_parallel=2", f"trainer.{CHECKPOINTING}=true"],
     "windows": ["method=rerope:window=8", "lora=null", "trainer.max_grad_norm=0.1"],
+    "distillation": ["method=scale_invariant", "packing=documents"],  # windows of unequal numbers of counted tokens
 }
 RESUMED = ("sequence", "windows")
+RECIPES = dict.fromkeys(PARALLEL, "continue_lora") | {"distillation": "convert_distill"}
 
 
 def overrides(out: Path, kind: str, processes: int) -> list[str]:
-    """Of `continue_lora`, on what the test has put into the folder; every step takes two windows."""
+    """Of a recipe, on what the test has put into the folder; every step takes two windows."""
     each = 2 if processes == 1 or "sequence_parallel=2" in PARALLEL[kind] else 1
     settings = [f"model={out / 'model'}", f"data={out / 'table.jsonl'}", f"heldout={out / 'text.txt'}", "length=24"]
     settings += [f"output={out / f'{kind}.{processes}'}", "evaluation.tokens=72", "evaluation.lengths=[24,48]"]
@@ -291,7 +298,7 @@ def recipes(out: Path) -> dict[str, Any]:
 
     results: dict[str, Any] = {}
     for kind in PARALLEL:
-        recipe = load_recipe("continue_lora", overrides(out, kind, RANKS))
+        recipe = load_recipe(RECIPES[kind], overrides(out, kind, RANKS))
         results[kind] = run(prepare(recipe))["log"]
         if kind in RESUMED:
             torch.distributed.barrier()
@@ -317,23 +324,33 @@ def measured(out: Path, processes: int = RANKS) -> dict[int, Any]:
     return trainer.held_out_metrics([24, 48])
 
 
-def evaluate(out: Path, processes: int = RANKS) -> dict[str, Any]:
-    """`hf-longattn eval` of two settings, its rows in turns."""
+def command(*words: str | Path) -> dict[str, Any]:
+    """What `hf-longattn` says in this process, and how it ends."""
     from hf_longattn.cli import app
 
-    options = {"text": out / "text.txt", "method": "scale_invariant:tau=3", "lengths": "256,384", "targets": "32"}
-    options |= {"out": out / f"report.{processes}", "tasks": "loss,passkey", "samples": "2", "device": "cpu"}
-    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    result = CliRunner().invoke(app, ["eval", str(out / "model"), *words])
+    result = CliRunner().invoke(app, [str(word) for word in words])
     return {"status": result.exit_code, "output": result.output, "error": repr(result.exception)}
 
 
-HERE = (fully_sharded, tensor_parallel, split_sequence, recipes, measured, evaluate)
-JOBS = {f.__name__: f for f in (*HERE, zero3, deepspeed, accelerated)}
+def train(out: Path) -> dict[str, Any]:
+    """`hf-longattn train`."""
+    kind = "distillation"
+    return command("train", RECIPES[kind], *overrides(out, kind, RANKS), f"output={out / 'trained'}")
+
+
+def evaluate(out: Path, processes: int = RANKS) -> dict[str, Any]:
+    """`hf-longattn eval` of two settings, its rows in turns."""
+    options = {"text": out / "text.txt", "method": "scale_invariant:tau=3", "lengths": "256,384", "targets": "32"}
+    options |= {"out": out / f"report.{processes}", "tasks": "loss,passkey", "samples": "2", "device": "cpu"}
+    return command("eval", out / "model", *(word for name, value in options.items() for word in (f"--{name}", value)))
+
+
+WITH_CASES = {f.__name__: f for f in (fully_sharded, zero3)}
+JOBS = {f.__name__: f for f in (tensor_parallel, split_sequence, recipes, measured, train, evaluate, deepspeed, accelerated)}
 
 
 if __name__ == "__main__":
-    jobs, rank, store, out = sys.argv[1:]
+    jobs, rank, store, out, *cases = sys.argv[1:]
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(390, exit=True)
     warnings.simplefilter("ignore", hf_longattn.UntrainedWarning)
@@ -341,5 +358,6 @@ if __name__ == "__main__":
         "gloo", f"file://{store}", rank=int(rank), world_size=RANKS, timeout=datetime.timedelta(seconds=120)
     )
     for job in jobs.split(","):
-        torch.save(JOBS[job](Path(out)), Path(out) / f"{job}.{rank}")
+        result = JOBS[job](Path(out)) if job in JOBS else WITH_CASES[job](Path(out), cases)
+        torch.save(result, Path(out) / f"{job}.{rank}")
     torch.distributed.destroy_process_group()

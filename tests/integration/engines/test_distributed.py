@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from distributed_worker import (
     ALL_SPLIT,
     PARALLEL,
     RANKS,
+    RECIPES,
     RESUMED,
+    SAVED,
     SHARDED,
     SPLIT,
     evaluate,
@@ -30,7 +33,7 @@ from distributed_worker import (
     step,
     trainer,
 )
-from helpers import close, tokens
+from helpers import close, crossed, tokens
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.slow
@@ -40,7 +43,7 @@ SECONDS = 400
 Record = Callable[[str, object], None]
 
 
-def together(out: Path, *jobs: str) -> Path:
+def together(out: Path, jobs: Sequence[str], cases: Sequence[str]) -> Path:
     """Runs jobs of the worker, one after the other, in two processes; both are stopped when one fails or time is up."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(KIT)])}
     environment |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
@@ -53,6 +56,7 @@ def together(out: Path, *jobs: str) -> Path:
             str(rank),
             str(out / "store"),
             str(out),
+            *cases,
         ]
         own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         with (out / f"{rank}.log").open("w") as log:
@@ -76,9 +80,16 @@ def together(out: Path, *jobs: str) -> Path:
     return out
 
 
+#: DeepSpeed's jobs come last: its engine leaves settings behind.
+JOBS = ("tensor_parallel", "split_sequence", "recipes", "train", "measured", "evaluate", "fully_sharded")
+DEEPSPEED = ("zero3", "deepspeed", "accelerated") if importlib.util.find_spec("deepspeed") else ()
+OTHERS = tuple(case for case in SPLIT if case not in SHARDED)
+needs_deepspeed = pytest.mark.skipif(not DEEPSPEED, reason="deepspeed is not installed")
+
+
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results of every job but DeepSpeed's, from one start of both processes; and the models they begin with."""
+    """The results of every job, from one start of both processes; and the models they begin with."""
     path = tmp_path_factory.mktemp("distributed")
     for case in SPLIT:
         made(case).save_pretrained(path / case)
@@ -86,7 +97,19 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.text(path / "text.txt", 500)
     texts = [tiny.text(path / "one.txt", length, length).read_text() for length in range(5, 45)]
     (path / "table.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return together(path, "tensor_parallel", "fully_sharded", "split_sequence", "recipes", "measured", "evaluate")
+    return together(path, [*JOBS, *DEEPSPEED], SHARDED)
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of weights that are sharded under the methods that `out` leaves out."""
+    path = tmp_path_factory.mktemp("others")
+    for case in OTHERS:
+        made(case).save_pretrained(path / case)
+    return together(path, ["fully_sharded", *DEEPSPEED[:1]], OTHERS)
+
+
+by_cases = pytest.mark.parametrize(("cases", "folder"), crossed([(SHARDED, "out"), (OTHERS, "others")], 2))
 
 
 def of(out: Path, job: str) -> list[dict[str, Any]]:
@@ -110,10 +133,14 @@ def test_tensor_parallel(out: Path, record_property: Record) -> None:
         record_property("tensor parallel", case)
 
 
-def test_fully_sharded_weights(out: Path, record_property: Record) -> None:
+@by_cases
+def test_fully_sharded_weights(
+    cases: tuple[str, ...], folder: str, request: pytest.FixtureRequest, record_property: Record
+) -> None:
     """FSDP2: gradients and two steps, saving whole and sharded, and going on from a checkpoint."""
+    out = request.getfixturevalue(folder)
     found = of(out, "fully_sharded")
-    for case in SPLIT:
+    for case in cases:
         m = AutoModelForCausalLM.from_pretrained(out / case).train()
         optimizer = torch.optim.AdamW(m.parameters(), lr=0.01)
         halves = tokens().chunk(RANKS)
@@ -121,7 +148,7 @@ def test_fully_sharded_weights(out: Path, record_property: Record) -> None:
         for name, gradient in gradients(m).items():
             close(found[0][case]["gradients"][name], gradient / RANKS, 1e-5, f"{case} {name}")
         record_property("FSDP2", case)
-        if case not in SHARDED:
+        if case not in SAVED:
             continue
         for parameter in m.parameters():
             parameter.grad /= RANKS
@@ -169,14 +196,14 @@ def test_a_recipe_over_processes(kind: str, out: Path) -> None:
     from hf_longattn.training import load_recipe, prepare, run
 
     found = of(out, "recipes")
-    alone = run(prepare(load_recipe("continue_lora", overrides(out, kind, 1))))
+    alone = run(prepare(load_recipe(RECIPES[kind], overrides(out, kind, 1))))
     want = logged(alone["log"])
     assert len(want) == 6
     for log in (f[which] for f in found for which in (kind, f"{kind}, resumed") if which in f):
         for got, expected in zip(logged(log), want, strict=True):
             assert got == pytest.approx(expected, abs=2e-5)
     metrics = json.loads((out / f"{kind}.2" / "metrics.json").read_text())
-    assert metrics["tokens"] == alone["tokens"]
+    assert (metrics["processes"], metrics["tokens"]) == (RANKS, alone["tokens"])
     for name, by_length in alone["measured"].items():
         for length, values in by_length.items():
             assert metrics["measured"][name][str(length)]["loss"] == pytest.approx(values["loss"], abs=2e-5)
@@ -187,6 +214,14 @@ def test_a_recipe_over_processes(kind: str, out: Path) -> None:
         if kind in RESUMED:
             whole = load.from_pretrained(out / f"{kind}.2.whole").eval()
             close(two(tokens()).logits, whole(tokens()).logits, 0, "resumed")
+
+
+def test_a_command_over_processes_says_once_what_is_written(out: Path) -> None:
+    found = of(out, "train")
+    assert [f["status"] for f in found] == [0, 0], found
+    assert [f["output"].count("Written:") for f in found] == [1, 0]
+    written, run = (json.loads((out / folder / "metrics.json").read_text()) for folder in ("trained", "distillation.2"))
+    assert written["log"][0]["loss"] == run["log"][0]["loss"]
 
 
 def test_held_out_losses_of_sharded_weights(out: Path) -> None:
@@ -215,21 +250,20 @@ def test_an_evaluation_in_turns(out: Path) -> None:
     assert (out / "report.2" / "index.html").exists()
 
 
-@pytest.fixture(scope="module")
-def under_deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("deepspeed")
-    return together(tmp_path_factory.mktemp("deepspeed"), "zero3", "deepspeed", "accelerated")
-
-
-def test_a_sequence_split_by_deepspeed(under_deepspeed: Path, record_property: Record) -> None:
+@needs_deepspeed
+def test_a_sequence_split_by_deepspeed(out: Path, record_property: Record) -> None:
     """The same by DeepSpeed's Ulysses."""
-    check_sequences(of(under_deepspeed, "deepspeed"), record_property, "Ulysses (DeepSpeed)", batch=1)
+    check_sequences(of(out, "deepspeed"), record_property, "Ulysses (DeepSpeed)", batch=1)
 
 
-def test_weights_sharded_by_deepspeed(under_deepspeed: Path, record_property: Record) -> None:
+@needs_deepspeed
+@by_cases
+def test_weights_sharded_by_deepspeed(
+    cases: tuple[str, ...], folder: str, request: pytest.FixtureRequest, record_property: Record
+) -> None:
     """Its engine under ZeRO-3: logits, gradients and the weights after a step."""
-    found = of(under_deepspeed, "zero3")
-    for case in SPLIT:
+    found = of(request.getfixturevalue(folder), "zero3")
+    for case in cases:
         m = made(case).train()
         optimizer = torch.optim.SGD(m.parameters(), lr=1.0)
         logits, _ = step(m, input_ids=tokens())
@@ -242,9 +276,10 @@ def test_weights_sharded_by_deepspeed(under_deepspeed: Path, record_property: Re
         record_property("ZeRO-3 (DeepSpeed)", case)
 
 
-def test_trainer_splits_sequences_by_accelerate(under_deepspeed: Path, tmp_path: Path) -> None:
+@needs_deepspeed
+def test_trainer_splits_sequences_by_accelerate(out: Path, tmp_path: Path) -> None:
     """Loss and gradient norm of each step, learned factors among the parameters."""
     want = trainer(tmp_path, use_cpu=True)
-    for found in of(under_deepspeed, "accelerated"):
+    for found in of(out, "accelerated"):
         for got, expected in zip(found, want, strict=True):
             assert got == pytest.approx(expected, rel=1e-4)
