@@ -349,13 +349,14 @@ def test_reentrant_gradient_checkpointing(slot: str) -> None:
         close(got[name], gradient, 1e-6, name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("slots", [tuple(s for s in SLOTS if s != "temperature"), ("temperature",)], ids=len)
-def test_a_whole_training_step_compiled(slots: tuple[str, ...]) -> None:
-    """Forward, backward and optimizer in one function that torch.compile gets; each layer has a method of another slot.
+#: The temperature is apart: it says how long the model was trained, and that is too short for the others.
+TOGETHER = (("positions", "logit_map", "output_norm"), ("score", "visibility", "sink"), ("temperature",))
 
-    The temperature is apart: it says how long the model was trained, and that is too short for the others.
-    """
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", crossed(((x,) for x in TOGETHER), 3), ids="+".join)
+def test_a_whole_training_step_compiled(slots: tuple[str, ...]) -> None:
+    """Forward, backward and optimizer in one function that torch.compile gets; each layer has a method of another slot."""
 
     def losses(compiled: bool) -> list[float]:
         torch.manual_seed(0)

@@ -4,7 +4,7 @@ The entry point `vllm.general_plugins` calls `register` in every process of vLLM
 it names as its architecture, goes to vLLM's own Transformers class for it with `model.Served` in front:
 
     resolution   which checkpoints are ours, which class they get, and what the caller is told before weights are read
-    plans        what each layer computes, decided on an empty model as transformers would build it
+    served       what each layer computes, decided on an empty model as transformers would build it
     model        hands every attention layer its part
     fold         methods that fold into query and key, around vLLM's own attention
     backend      all others, over vLLM's pages

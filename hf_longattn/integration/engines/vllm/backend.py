@@ -24,10 +24,10 @@ from ....config import LongAttnConfig
 from ....core.attend import attend
 from ....core.call import Call
 from ..paged import Batch, batches_of
-from .plans import ServedLayer
+from .served import ServedLayer
 
 #: vLLM looks a layer's backend up by name, and has this one for others' backends.
-NAME = "CUSTOM"
+BACKEND = "CUSTOM"
 #: Of layers in whose texts a method changes nothing.
 PLAIN = LongAttnConfig()
 
@@ -167,7 +167,7 @@ class Backend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        return NAME
+        return BACKEND
 
     @staticmethod
     def get_impl_cls() -> type[Implementation]:

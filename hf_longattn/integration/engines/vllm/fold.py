@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ....config import LongAttnConfig
 from ....core.stages import finish, learned_part
 from ....slots.base import EntropyTemperature, LengthTemperature
-from .plans import PART, ServedLayer
+from .served import PART, ServedLayer
 
 
 def folds(config: LongAttnConfig) -> bool:

@@ -24,24 +24,24 @@ from ...offload import device_of
 from ...rotation import RotarySource, find_rotary
 from ...state import TABLE_BYTES, LayerMethod
 from ...trained_length import CHANGING
-from . import fold, plans
+from . import fold, served
 from .backend import Backend
-from .plans import PART, ServedLayer
+from .served import PART, ServedLayer
 
 
 class Served:
-    """In front of one of vLLM's classes: plans before it is built, parts afterwards."""
+    """In front of one of vLLM's classes: methods are decided before it is built, and go into its layers afterwards."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         model_config = vllm_config.model_config
-        planned = plans.planned(vllm_config)
-        folds = all(method.config is None or fold.folds(method.config) for method, _ in planned.values())
+        methods = served.served_methods(vllm_config)
+        folds = all(method.config is None or fold.folds(method.config) for method, _ in methods.values())
         softcap = getattr(model_config.hf_text_config, "attn_logit_softcapping", None)
         self.__dict__["folds"] = folds and not softcap and not model_config.uses_mrope
         with warnings.catch_warnings():  # of a section whose method transformers does not run
             warnings.filterwarnings("ignore", "config.longattn is set")
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
-        attach(self.model, planned, self.__dict__["folds"])  # type: ignore[attr-defined]
+        attach(self.model, methods, self.__dict__["folds"])  # type: ignore[attr-defined]
 
     def _get_attn_cls(self) -> Any:
         own = super()._get_attn_cls()  # type: ignore[misc]
@@ -61,15 +61,15 @@ def __getattr__(name: str) -> Any:
     return globals()[name]
 
 
-def attach(model: Any, planned: Mapping[str, tuple[LayerMethod, nn.Module | None]], folds: bool) -> None:
+def attach(model: Any, methods: Mapping[str, tuple[LayerMethod, nn.Module | None]], folds: bool) -> None:
     """Give every attention module its part, and learned parts for the weights that are loaded next."""
     _hold_frequencies(model)
     tables = TableCache(TABLE_BYTES)
     sources: dict[RotarySource, RotarySource] = {}
     for layer in layers_of(model):
-        if layer.name not in planned:
+        if layer.name not in methods:
             continue
-        method, parts = planned[layer.name]
+        method, parts = methods[layer.name]
         config = LongAttnConfig() if method.config is None else method.config
         if parts is not None:
             device = device_of(layer.module, model)
@@ -87,7 +87,7 @@ def attach(model: Any, planned: Mapping[str, tuple[LayerMethod, nn.Module | None
 
 
 def _hold_frequencies(model: nn.Module) -> None:
-    """Keep the frequencies that a model was built with: `plans.planned` refuses lengths at which they would change.
+    """Keep the frequencies that a model was built with: `served_methods` refuses lengths at which they would change.
 
     Before Transformers 5.24 rotary modules branch on the length of each call, which a compiled graph cannot follow.
     """

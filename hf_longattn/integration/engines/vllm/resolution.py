@@ -19,17 +19,17 @@ from ...names import TRIPWIRE
 from ...patch import Patch
 from ...patch import install as install_patches
 from ...saved_method import ADAPTER, computed, method_in, saved_in
-from . import fold, plans
+from . import fold, served
 
 #: vLLM's name for its attention function.
-NAME = "vllm"
+ATTENTION = "vllm"
 
 
 def install() -> None:
     """Wrap and register; a second call changes nothing."""
-    if hasattr(ALL_ATTENTION_FUNCTIONS[NAME], "__wrapped__"):
+    if hasattr(ALL_ATTENTION_FUNCTIONS[ATTENTION], "__wrapped__"):
         return
-    ALL_ATTENTION_FUNCTIONS[NAME] = fold.attention(ALL_ATTENTION_FUNCTIONS[NAME])
+    ALL_ATTENTION_FUNCTIONS[ATTENTION] = fold.attention(ALL_ATTENTION_FUNCTIONS[ATTENTION])
     package = __name__.rpartition(".")[0]
     register_backend(AttentionBackendEnum.CUSTOM, f"{package}.backend.Backend")
     for name in vars(backends):
@@ -42,7 +42,7 @@ def install() -> None:
 def _resolve(original: Callable[..., Any], self: Any, architectures: Any, model_config: Any) -> Any:
     """Whatever architecture a checkpoint of ours names, or is given, it goes to our class."""
     config = model_config.hf_config
-    if not plans.is_served(config):
+    if not served.is_served(config):
         _say_factor(config.get_text_config())
         return original(self, architectures, model_config)
     names = [architectures] if isinstance(architectures, str) else architectures
@@ -50,7 +50,7 @@ def _resolve(original: Callable[..., Any], self: Any, architectures: Any, model_
     config.architectures = names  # by which vLLM finds how weights were renamed
     if model_config.model_impl == "vllm":
         raise ValueError(
-            f'model_impl="vllm" would serve {", ".join(names)} without {plans.config_of(config).name}, which the checkpoint '
+            f'model_impl="vllm" would serve {", ".join(names)} without {served.config_of(config).name}, which the checkpoint '
             'runs: leave it out, or set model_impl="transformers"'
         )
     name: str = model_config._get_transformers_backend_cls()
@@ -63,9 +63,9 @@ def _resolve(original: Callable[..., Any], self: Any, architectures: Any, model_
 def _longest(original: Callable[..., int], self: Any, max_model_len: int | None) -> int:
     """The longest text of an extended model: vLLM multiplies what its config says by the factor of a linear scaling."""
     length = original(self, max_model_len)
-    if max_model_len not in (None, -1) or not plans.is_served(self.hf_config):
+    if max_model_len not in (None, -1) or not served.is_served(self.hf_config):
         return length
-    return min(length, plans.config_of(self.hf_config).extended_to or length)
+    return min(length, served.config_of(self.hf_config).extended_to or length)
 
 
 def _say_factor(text: Any) -> None:
@@ -93,7 +93,7 @@ class Checks(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
         """Raise ValueError for what cannot be served under the checkpoint's method."""
-        method = plans.config_of(vllm_config.model_config.hf_config)
+        method = served.config_of(vllm_config.model_config.hf_config)
         cache, parallel = vllm_config.cache_config.cache_dtype, vllm_config.parallel_config
         unfit = {
             f"a KV cache in {cache} (kv_cache_dtype)": cache not in ("auto", "float16", "bfloat16", "float32"),
@@ -103,14 +103,14 @@ class Checks(VerifyAndUpdateConfig):
         }
         if named := [name for name, value in unfit.items() if value]:
             raise ValueError(f"{method.name} cannot be served in vLLM with {' and '.join(named)}: leave that out")
-        plans.planned(vllm_config)
+        served.served_methods(vllm_config)
 
 
 def _load_adapter(original: Callable[..., Any], self: Any, lora_request: Any) -> Any:
     """An adapter that was trained under another attention than is served would be wrong without a word."""
     trained = method_in(saved_in(Path(lora_request.lora_path) / ADAPTER))
     config = self._adapter_manager.model.config
-    runs = plans.config_of(config) if plans.is_served(config) else None
+    runs = served.config_of(config) if served.is_served(config) else None
     if trained is not None and computed(trained) != computed(runs):
         raise ValueError(
             f"the adapter {lora_request.lora_name!r} was trained under {trained.name}, {trained.to_dict()}, and the model "

@@ -1,4 +1,4 @@
-"""Plans of a served model's attention layers, made on an empty model as Transformers would build it."""
+"""Methods of a served model's attention layers, decided on an empty model as Transformers would build it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def config_of(config: Any) -> LongAttnConfig:
     return LongAttnConfig.parse(short(name) if is_longattn_name(name) else "longattn", text.longattn)
 
 
-def planned(vllm_config: Any) -> dict[str, tuple[LayerMethod, nn.Module | None]]:
+def served_methods(vllm_config: Any) -> dict[str, tuple[LayerMethod, nn.Module | None]]:
     """The method of every attention module by its name in the model, and its learned parts, on the meta device.
 
     Args:
