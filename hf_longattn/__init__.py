@@ -12,6 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from ._version import __version__ as __version__
 from .lazy_imports import when_imported
 
 if TYPE_CHECKING:
@@ -66,7 +67,6 @@ _NAMES = {
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted([*_HOME, "methods"])
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

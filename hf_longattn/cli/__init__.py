@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .. import __version__
+from .._version import __version__
 from .common import Commands, help_of, parameter, with_options
 from .doctor import doctor
 from .eval import evaluate, inspect, probe

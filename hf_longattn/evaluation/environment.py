@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 from packaging.requirements import Requirement
 
-from .. import __version__
+from .._version import __version__
 from ..config import LongAttnConfig
 from ..core.kernels.precision import auto_dtype
 

@@ -43,7 +43,7 @@ def check_contents(wheel: Path) -> None:
 
 
 def version() -> str:
-    text = (ROOT / "hf_longattn" / "__init__.py").read_text(encoding="utf-8")
+    text = (ROOT / "hf_longattn" / "_version.py").read_text(encoding="utf-8")
     return re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)[0]
 
 
