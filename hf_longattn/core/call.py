@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,6 @@ class Call:
         method_id: an object that stands for config and rotation, the same where both are equal, and quicker to compare; None:
             they themselves are compared, and no rotated keys are kept.
         keep: finds the rotated keys that an earlier token left (see `rotated_keys`); None: none are kept.
-        output: (batch, heads, q_len, head_dim), what the call gave, for whoever observes it.
     """
 
     query: Tensor
@@ -56,7 +55,6 @@ class Call:
     strength: Tensor | None = None
     method_id: Hashable = None
     keep: Keep | None = None
-    output: Tensor = field(default=None, repr=False)  # type: ignore[assignment]
 
     def under(self, config: LongAttnConfig) -> Call:
         """The call under another config, without learned parts: of a call with `method_id`, to replace `config` alone would

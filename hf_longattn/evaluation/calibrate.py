@@ -67,11 +67,11 @@ def measure(model: nn.Module, batches: Batches, sink_tokens: int = 1) -> Measure
     outputs: dict[int, dict[str, Tensor]] = {}
     options = Options(("logits", "entropy", "mass"), sinks=sink_tokens)
 
-    def seen(layer: Layer, call: Call) -> None:
+    def seen(layer: Layer, call: Call, output: Tensor) -> None:
         own = call.under(LongAttnConfig())
-        logits.setdefault(layer.index, Sums(options)).add(own)
+        output = attend(own) if call.config.methods else output
+        logits.setdefault(layer.index, Sums(options)).add(own, output)
         total = outputs.setdefault(layer.index, {})
-        output = attend(own) if call.config.methods else call.output
         for name, x in _output_sums(output, call.rows.tokens(call.key.shape[2])).items():
             total[name] = total.get(name, 0) + x
 

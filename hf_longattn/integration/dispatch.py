@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -167,7 +166,7 @@ def _attend(
     )
     out, weights = dense_attention(call) if layer_call.weights else (attend(call), None)
     if method.observer is not None:
-        method.observer(dataclasses.replace(call, output=out))
+        method.observer(call, out)
     return out.transpose(1, 2).contiguous(), weights
 
 

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..config import CUSTOM, LongAttnConfig
 from ..core.call import Call
@@ -19,8 +19,8 @@ from .layers import Layer, View
 from .names import is_longattn_name
 from .state import AttentionState, LayerMethod, method_of, set_method
 
-#: Called after every attention call of an observed layer.
-Observer = Callable[[Layer, Call], None]
+#: Called after every attention call of an observed layer, with its output (batch, heads, q_len, head_dim).
+Observer = Callable[[Layer, Call, Tensor], None]
 
 
 @contextmanager

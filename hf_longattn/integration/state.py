@@ -124,7 +124,7 @@ class LayerMethod:
     windowed: bool = False
     heads: int = 0
     rotary: RotarySource | None = None  # how the layer rotates, where its config remaps that
-    observer: Callable[[Call], None] | None = None  # sees every call of this layer: see `observer`
+    observer: Callable[[Call, Tensor], None] | None = None  # sees every call of this layer and its output: see `observer`
     index: int = -1  # the number of the layer that it was made for; -1: one that no method goes into
 
     @functools.cached_property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -100,7 +99,10 @@ def _probed(
     computed: dict[str, Call] = {}
     probed = dict(methods)
     for x in layers:
-        observer = functools.partial(computed.__setitem__, x.name)
+
+        def observer(call: Call, output: Tensor, name: str = x.name) -> None:
+            computed[name] = call
+
         probed[x.module] = replace(methods[x.module], config=LongAttnConfig(), rotary=None, observer=observer)
     equal = [x.module.register_forward_pre_hook(_with_equal_tokens, with_kwargs=True) for x in view.layers if not x.why_never]
     try:

@@ -128,7 +128,7 @@ def test_a_calibrated_norm_keeps_the_mean_and_spread(name: str, per_head: bool) 
 
     def spread() -> tuple[Tensor, Tensor]:
         """Of the first layer's outputs: those above it read changed inputs."""
-        with torch.no_grad(), observe(model, lambda layer, call: outputs.append(call.output), [0]):
+        with torch.no_grad(), observe(model, lambda layer, call, output: outputs.append(output), [0]):
             model(text)
         by_token = outputs[-1].transpose(1, 2) if per_head else outputs[-1].transpose(1, 2).flatten(2)
         return by_token.mean(-1).mean((0, 1)), by_token.std(-1, correction=0).mean((0, 1))

@@ -166,7 +166,7 @@ def test_logits_of_an_unmodified_model_are_those_of_measure(family: str) -> None
 def test_logits_under_a_map_are_the_mapped_ones() -> None:
     config, ids = CASES["calibrated"], tokens(length=50)
     under, calls = model("llama", config), {}
-    with torch.no_grad(), observe(under, lambda layer, call: calls.setdefault(layer.index, call)):
+    with torch.no_grad(), observe(under, lambda layer, call, output: calls.setdefault(layer.index, call)):
         under(ids)
     with torch.no_grad(), hf_longattn.capture(under, what="logits") as seen:
         under(ids)
@@ -307,13 +307,16 @@ def gaussian(batch: int, heads: int, n: int, queries: int, uniform: bool = False
     key, value = (torch.randn(batch, heads, n, width, generator=generator, dtype=torch.float64) for width in (1, 6))
     query = torch.full((batch, heads, queries, 1), 0.0 if uniform else 1.0, dtype=torch.float64)
     rows = AttentionLayout.causal(queries, n, None, 0, torch.device("cpu"))
-    output = hf_longattn.reference_attention(query, key, value, LongAttnConfig(), scaling=1.0)
-    return Call(query, key, value, LongAttnConfig(), rows, 1.0, output=output)
+    return Call(query, key, value, LongAttnConfig(), rows, 1.0)
+
+
+def output_of(call: Call) -> torch.Tensor:
+    return hf_longattn.reference_attention(call.query, call.key, call.value, LongAttnConfig(), scaling=1.0)
 
 
 def collected(call: Call, **options: Any) -> Diagnostics:
     sums = Sums(Options(**options))
-    sums.add(call)
+    sums.add(call, output_of(call))
     return collect({0: sums})
 
 
@@ -340,7 +343,8 @@ def test_logits_drawn_from_calls_count_by_their_pairs() -> None:
     """Of a long call not every row is drawn from, and those that are stand for the others."""
     for n in (800, 100):
         sums = Sums(Options(("qq",), sinks=0))
-        sums.add(gaussian(1, 1, n, n))
+        call = gaussian(1, 1, n, n)
+        sums.add(call, output_of(call))
         pairs = sum(float(weight.sum() / DRAWS) for _, weight in sums.drawn)
         assert pairs == pytest.approx(n * (n + 1) / 2, rel=0.01)
 
@@ -358,7 +362,7 @@ def test_the_output_deviation_is_over_rows() -> None:
     call = gaussian(2, 3, 64, 64)
     found = collected(call, what=("outputs",))
     for k, length in enumerate(found.lengths[:-1]):
-        part = call.output[:, :, length - 1 : 2 * length - 1].numpy()
+        part = output_of(call)[:, :, length - 1 : 2 * length - 1].numpy()
         same(found["output_deviation"][0, :, k], np.sqrt(part.var((0, 2)).mean(-1)))
 
 

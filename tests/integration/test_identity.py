@@ -289,7 +289,7 @@ def test_eager_computes_single_queries_alone(calls: list[int]) -> None:
 def test_what_looks_on_or_insists_gets_the_method(calls: list[int]) -> None:
     """Observed layers, a backend by name, attention weights; and a strength that rises again."""
     m, ids = hf_longattn.apply(stock("llama"), preset(DEFAULT, strength=0)), tokens()
-    with observe(m, lambda layer, call: None):
+    with observe(m, lambda layer, call, output: None):
         m(ids)
     assert calls
     calls.clear()

@@ -208,7 +208,7 @@ def test_another_model_changes_beside_a_pass() -> None:
 def test_one_stops_looking_on_beside_a_pass() -> None:
     m, ids, seen = fresh("llama", CASES["rerope"]), tokens(1), list[int]()
     want = logits(m, ids)
-    looking = observe(m, lambda layer, call: seen.append(layer.index))
+    looking = observe(m, lambda layer, call, output: seen.append(layer.index))
     looking.__enter__()
     close(in_a_pass(m, lambda: looking.__exit__(None, None, None)), want, 0)
     close(logits(m, ids), want, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...core.call import Call
 from ...integration.layers import Layer
@@ -69,8 +69,8 @@ def capture(
     options = Options(what, rows, delta, local, sinks, seed)
     seen = Capture()
 
-    def look(layer: Layer, call: Call) -> None:
-        seen.sums.setdefault(layer.index, Sums(options)).add(call)
+    def look(layer: Layer, call: Call, output: Tensor) -> None:
+        seen.sums.setdefault(layer.index, Sums(options)).add(call, output)
         if on_layer is not None:
             on_layer(layer.index)
 

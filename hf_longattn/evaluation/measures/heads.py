@@ -38,7 +38,7 @@ def copying_heads(model: nn.Module, input_ids: Tensor) -> Tensor:
     expected = torch.tensor([i - c.distance + 1 for c, each in zip(copies, again, strict=True) for i in each], device="cpu")
     result: dict[int, Tensor] = {}
 
-    def seen(layer: Layer, call: Call) -> None:
+    def seen(layer: Layer, call: Call, output: Tensor) -> None:
         total = torch.zeros(call.query.shape[1], dtype=torch.float64, device=call.query.device)
         after = expected.to(total.device)
         for block in blocks(call.under(LongAttnConfig()), reading.to(total.device)):

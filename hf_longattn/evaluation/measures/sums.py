@@ -79,15 +79,19 @@ class Sums:
         self.generator = torch.Generator().manual_seed(options.seed)
 
     @torch.no_grad()
-    def add(self, call: Call) -> None:
-        """Count one call."""
+    def add(self, call: Call, output: Tensor) -> None:
+        """Count one call.
+
+        Args:
+            output: (batch, heads, q_len, head_dim), the call's; read where the options ask for outputs.
+        """
         position = call.rows.columns.query - call.rows.columns.start + 1
         real = call.rows.tokens(call.key.shape[2])
         group = torch.frexp(position.double()).exponent - 1
         groups = torch.nn.functional.one_hot(group.clamp(0, GROUPS - 1).long(), GROUPS) * real[..., None]
         if "outputs" in self.options.groups:
-            for rows in torch.arange(call.output.shape[2], device=groups.device).split(OUTPUT_ROWS):
-                self._add_outputs(call.output[:, :, rows], groups[:, rows].double(), position[:, rows])
+            for rows in torch.arange(output.shape[2], device=groups.device).split(OUTPUT_ROWS):
+                self._add_outputs(output[:, :, rows], groups[:, rows].double(), position[:, rows])
         if set(self.options.groups) == {"outputs"}:
             return
         chosen = self.options.choose(call.query.shape[2])
