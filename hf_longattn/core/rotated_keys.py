@@ -56,7 +56,8 @@ class RotatedKeys:
                 piece = slice(start, min(start + STEP, stop))
                 made = make(piece)
                 if buffer is None or buffer.shape[2] < stop - first:
-                    larger = made.new_empty(*made.shape[:2], stop - first + ROOM, made.shape[3])
+                    with torch.inference_mode(False):  # a later pass may write into it outside of that mode
+                        larger = made.new_empty(*made.shape[:2], stop - first + ROOM, made.shape[3])
                     if buffer is not None:
                         larger[:, :, : end - first] = buffer[:, :, : end - first]
                     buffer = larger

@@ -28,7 +28,7 @@ from ..slots.registry import did_you_mean
 from ..user_warnings import warn
 from .card import BEFORE, Facts, contents, hub_id, is_repo_name, link, model_card, source
 
-STUB = "modeling_longattn.py"
+README, STUB = "README.md", "modeling_longattn.py"
 #: What is uploaded: weights as safetensors and text. Optimizer states and other pickles stay where they are.
 SUFFIXES = {".safetensors", ".json", ".md", ".txt", ".model", ".jinja", ".py", ".png"}
 #: What stays behind though it is text: what training writes down of itself, paths of this machine among it.
@@ -45,6 +45,8 @@ OF_BASE = re.compile(r"^(A model|An adapter \([^)]*\))( of (\[[^]]*\]|`[^`]*` )\
 EVALUATION = re.compile(r"^## Evaluation\n\n(.*?)(?:^On (.*), by length:\n\n(.*?))?\n+## Loading", re.MULTILINE | re.DOTALL)
 #: A picture beside a card, which stays in its folder.
 PICTURE = re.compile(r"^!\[.*\]\(.*\)$", re.MULTILINE)
+#: Between the cells of its table.
+CELLS = re.compile(r"(?<!\\)\|")
 #: What it says of the training: the texts, then the facts.
 SECTION = re.compile(r"^## Training\n\n(Trained on texts of .*\n)?((?:\n*- .*)*)", re.MULTILINE)
 _STALE = ("*.safetensors", "*.safetensors.index.json", "config.json", ADAPTER, STUB)
@@ -97,7 +99,7 @@ def save(
         raise FileExistsError(f"{directory} is a file: give a folder, which is made if there is none")
     if directory.exists() and any(directory.iterdir()) and not overwrite:
         raise FileExistsError(f"{directory} is not empty; pass overwrite=True to replace the model in it")
-    readme = directory / "README.md"
+    readme = directory / README
     theirs = readme.read_text(encoding="utf-8") if readme.exists() else TEMPLATE
     with written_aside(directory, _STALE) as aside:
         if adapter and isinstance(model, PreTrainedModel):
@@ -155,7 +157,7 @@ def write_card(
     known = describe(model).trained
     base = base_model or getattr(model, "name_or_path", None)
     how: dict[str, Any] = {"remote_code": remote_code, "trained": known and known.length}
-    model_card(directory, name, facts, base_model=base, **how).save(directory / "README.md")
+    model_card(directory, name, facts, base_model=base, **how).save(directory / README)
 
 
 def merge(adapter: str | Path, directory: str | Path, **options: Any) -> Path:
@@ -186,7 +188,7 @@ def merge(adapter: str | Path, directory: str | Path, **options: Any) -> Path:
     model = load_setting(Setting("adapter", adapter=str(folder)), checkpoint, checkpoint.dtype)
     there = any(folder.glob("tokenizer*"))
     made: dict[str, Any] = {"tokenizer": load_tokenizer(str(folder) if there else base), "base_model": hub_id(base)}
-    save(model, directory, **made | _said(folder / "README.md", options) | options)
+    save(model, directory, **made | _said(folder / README, options) | options)
     carry(base, Path(directory), type(model))
     return Path(directory)
 
@@ -212,10 +214,11 @@ def _said(readme: Path, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _columns(table: str) -> tuple[dict[str, dict[str, str]], dict[str, dict[str, str]]]:
     """The numbers by metric and length in the table of a card of ours: the model's, and its base's."""
-    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
+    head, _, *rows = ([cell.strip() for cell in CELLS.split(line)[1:-1]] for line in table.splitlines())
     own: dict[str, dict[str, str]] = {}
     base: dict[str, dict[str, str]] = {}
     for place, column in enumerate(head[1:], 1):
+        column = column.replace(r"\|", "|")
         metric = column.removesuffix(BEFORE)
         numbers = {row[0].replace(",", ""): row[place] for row in rows if row[place]}
         (own if metric == column else base)[metric] = numbers
@@ -244,7 +247,8 @@ def push(
             license and base_model where given.
         repo_id: "user/name".
         private: who may see a new repository; None for the account's default.
-        exist_ok: add a commit to a repository that exists, in place of an error.
+        exist_ok: add a commit to a repository that exists, in place of an error. A README.md there that is not a card of ours
+            stays, where a card of ours would replace it.
         token, endpoint: default those of huggingface_hub.
         tokenizer, remote_code, base_model, card: as for `save`.
 
@@ -284,6 +288,9 @@ def push(
         raise FileExistsError(
             f"{repo_id} exists already: pass exist_ok=True to add a commit to it, or choose another name"
         ) from error
+    if exist_ok and _has_own_card(api, repo_id) and _ours(_text(uploaded.get(README, b""))):
+        warn(f"{repo_id} has a {README} that hf_longattn did not write: it stays, and does not say how the model is loaded")
+        operations = [x for x in operations if x.path_in_repo != README]
     return str(api.create_commit(repo_id, operations, commit_message=commit_message).commit_url)
 
 
@@ -309,7 +316,7 @@ def files(directory: Path, repo_id: str, facts: Facts, base_model: str | None = 
             result[name] = _json(saved_in(directory / name) | {"base_model_name_or_path": base_model})
     else:
         result["config.json"] = _json(saved | _tripwire(saved))
-    readme = directory / "README.md"
+    readme = directory / README
     if readme.exists() and TEMPLATE not in (text := readme.read_text(encoding="utf-8")):
         fills = {"license": facts.license} if _ours(text) else {}
         if given := sorted(f.name for f in fields(facts) if getattr(facts, f.name) and f.name not in fills):
@@ -321,11 +328,11 @@ def files(directory: Path, repo_id: str, facts: Facts, base_model: str | None = 
             if base_model:
                 card.data["base_model"] = base_model
                 card.text = OF_BASE.sub(rf"\g<1> of {link(base_model)}", card.text, count=1)
-            result["README.md"] = str(card).encode()
+            result[README] = str(card).encode()
         return result
     remote_code = "auto_map" in saved
     return result | {
-        "README.md": str(model_card(directory, repo_id, facts, base_model=base_model, remote_code=remote_code)).encode()
+        README: str(model_card(directory, repo_id, facts, base_model=base_model, remote_code=remote_code)).encode()
     }
 
 
@@ -334,7 +341,7 @@ def _bases(uploaded: Mapping[str, Path | bytes]) -> list[str]:
     named = []
     if (config := uploaded.get(ADAPTER)) is not None:
         named.append(json.loads(_text(config))["base_model_name_or_path"])
-    if _ours(text := _text(uploaded["README.md"])):
+    if _ours(text := _text(uploaded[README])):
         named.append(ModelCard(text).data.get("base_model"))
     return list(dict.fromkeys(base for base in named if base))
 
@@ -379,6 +386,14 @@ def _facts(card: dict[str, Any]) -> Facts:
 
 def _ours(card: str) -> bool:
     return f"\n- {TAG}\n" in card
+
+
+def _has_own_card(api: HfApi, repo_id: str) -> bool:
+    """Tell whether a repository has a card that somebody else wrote."""
+    if not api.file_exists(repo_id, README):
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        return not _ours(_text(Path(api.hf_hub_download(repo_id, README, local_dir=folder))))
 
 
 def _aside(path: Path, directory: Path) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Any
+import reprlib
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -11,25 +13,49 @@ from transformers.utils.chat_template_utils import render_jinja_template
 Message = dict[str, Any]
 
 
-def messages_of(value: Any) -> list[Message] | None:
-    """The messages of a conversation, without what a table filled in for lack of it; None where the value is none."""
-    if not isinstance(value, list) or not value:
-        return None
-    if not all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in value):
-        return None
-    return [{k: x for k, x in m.items() if x is not None or k == "content"} for m in value]
+class Chat(NamedTuple):
+    """A conversation, and the tools that its assistant may call, as JSON schemas."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
 
 
-def tokens(messages: list[Message], tokenizer: Any) -> list[int]:
+def chat_of(messages: Any, tools: Any = None) -> Chat | None:
+    """The conversation of a row, without what a table filled in for lack of it; None where the messages are none.
+
+    Args:
+        tools: a list, or as JSON.
+
+    Raises:
+        ValueError: tools are neither.
+    """
+    if not isinstance(messages, list) or not messages:
+        return None
+    if not all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in messages):
+        return None
+    tools = json.loads(tools) if isinstance(tools, str) and tools else tools
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError(f"its tools are {reprlib.repr(tools)}, no list of JSON schemas")
+    return Chat([{"content": m["content"]} | _told(m) for m in messages], _told(tools) if tools else None)
+
+
+def _told(value: Any) -> Any:
+    """A value without the members that are None: a table has every member of every row, in tool calls too."""
+    if isinstance(value, dict):
+        return {k: _told(x) for k, x in value.items() if x is not None}
+    return [_told(x) for x in value] if isinstance(value, list) else value
+
+
+def tokens(chat: Chat, tokenizer: Any) -> list[int]:
     """The token ids of a conversation under the tokenizer's chat template.
 
     Raises:
         ValueError: there is no template, or it takes no such conversation.
     """
-    return list(tokenizer(_text(messages, tokenizer), add_special_tokens=False, verbose=False)["input_ids"])
+    return list(tokenizer(_text(chat, tokenizer), add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def answers(messages: list[Message], tokenizer: Any) -> tuple[list[int], list[bool]]:
+def answers(chat: Chat, tokenizer: Any) -> tuple[list[int], list[bool]]:
     """Return the tokens of a conversation, and for each whether the assistant says it, the end of its turn included.
 
     Raises:
@@ -37,12 +63,13 @@ def answers(messages: list[Message], tokenizer: Any) -> tuple[list[int], list[bo
     """
     if not tokenizer.is_fast:
         raise ValueError("hub.answers needs a fast tokenizer, which says where in a text its tokens lie")
-    text, spans = _text(messages, tokenizer), []
-    if marked := re.search(r"{%-?\s*generation\s*-?%}", tokenizer.chat_template) is not None:
+    text, spans = _text(chat, tokenizer), []
+    template = tokenizer.get_chat_template(tools=chat.tools)  # one of several
+    if marked := re.search(r"{%-?\s*generation\s*-?%}", template) is not None:
         # the spans alone: the mask of tokens that 5.17 makes of them may run on to the end
-        how = {"chat_template": tokenizer.chat_template, "return_assistant_tokens_mask": True, **tokenizer.special_tokens_map}
-        _, (spans,) = render_jinja_template([messages], **how)
-    for n, message in enumerate(messages):
+        how = {"chat_template": template, "return_assistant_tokens_mask": True, **tokenizer.special_tokens_map}
+        _, (spans,) = render_jinja_template([chat.messages], tools=chat.tools, **how)
+    for n, message in enumerate(chat.messages):
         if marked or message["role"] != "assistant":
             continue
         if n == 0:
@@ -50,7 +77,8 @@ def answers(messages: list[Message], tokenizer: Any) -> tuple[list[int], list[bo
                 "it begins with an answer, and the chat template does not say where that begins: hub.answers needs a template "
                 "with {% generation %} around answers, or conversations that begin with what is answered"
             )
-        before, after = _text(messages[:n], tokenizer, add_generation_prompt=True), _text(messages[: n + 1], tokenizer)
+        before = _text(chat._replace(messages=chat.messages[:n]), tokenizer, add_generation_prompt=True)
+        after = _text(chat._replace(messages=chat.messages[: n + 1]), tokenizer)
         if not (after.startswith(before) and text.startswith(after)):
             raise ValueError(
                 "the chat template writes an earlier answer otherwise than a last one, or than it asks for it: hub.answers "
@@ -62,12 +90,17 @@ def answers(messages: list[Message], tokenizer: Any) -> tuple[list[int], list[bo
     return list(given["input_ids"]), [any(a <= start < b for a, b in spans) for start in starts]
 
 
-def _text(messages: list[Message], tokenizer: Any, **options: Any) -> str:
+def _text(chat: Chat, tokenizer: Any, **options: Any) -> str:
     if not tokenizer.chat_template:
         raise ValueError(
             "the tokenizer has no chat template: take that of a model that chats (tokenizer=NAME), or write chats as texts"
         )
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
-    except TemplateError as error:
+        return str(tokenizer.apply_chat_template(chat.messages, tools=chat.tools, tokenize=False, **options))
+    except (
+        TemplateError,
+        TypeError,
+        LookupError,
+        AttributeError,
+    ) as error:  # of texts alone, given parts
         raise ValueError(f"the chat template refuses it: {error}") from None

@@ -30,7 +30,8 @@ Example = dict[str, Tensor]
 
 
 def find(sources: Any) -> list[str]:
-    """Every source with file patterns expanded; what names neither a file nor a folder is taken for a data set on the Hub.
+    """Every source with file patterns expanded, each once; what names neither a file nor a folder is taken for a data set on
+    the Hub.
 
     Raises:
         ValueError: a source looks like a file and is not there.
@@ -43,10 +44,18 @@ def find(sources: Any) -> list[str]:
             listed = f": several are written as a list, data=[{','.join(parts)}]" if len(parts) > 1 else ""
             raise ValueError(f"there is no file {source!r}{listed}")
         result += files or [source]
-    return result
+    each: dict[str, str] = {}
+    for source in result:
+        each.setdefault(_identity(source), source)
+    return list(each.values())
 
 
-def texts(sources: list[str], hub: Hub) -> Iterator[str | list[chats.Message]]:
+def _identity(source: str) -> str:
+    """What two names of one file have in common."""
+    return str(Path(source).resolve()) if Path(source).is_file() else source
+
+
+def texts(sources: list[str], hub: Hub) -> Iterator[str | chats.Chat]:
     """The documents of all sources, in order: a text file is one document, a data set's row is one, a text or a chat.
 
     In the worker processes of a DataLoader each is read by one of them.
@@ -64,7 +73,11 @@ def texts(sources: list[str], hub: Hub) -> Iterator[str | list[chats.Message]]:
                 raise ValueError(f"{source} has no column {column!r}; it has {', '.join(row)}: set hub.column")
             value = row[column]
             text = isinstance(value, str) and column != "messages"
-            if (document := value if text else chats.messages_of(value)) is None:
+            try:
+                document = value if text else chats.chat_of(value, row.get("tools"))
+            except ValueError as error:
+                raise ValueError(f"{source}, row {number}: {error}") from None
+            if document is None:
                 raise ValueError(
                     f"{source}, row {number}: {column!r} is {reprlib.repr(value)}, neither a text nor a list of messages with "
                     "role and content: leave such rows out"
@@ -307,6 +320,10 @@ class Data:
     def __init__(self, recipe: Recipe, tokenizer: Any, far: int = 0) -> None:
         sources, longest = find(recipe.data), max(*recipe.lengths, *recipe.final_lengths)
         kept_out = None if recipe.heldout is None else find(recipe.heldout)
+        if kept_out is not None:
+            unseen = set(map(_identity, kept_out))
+            if not (sources := [source for source in sources if _identity(source) not in unseen]):
+                raise ValueError(f"nothing is left to train on: all data is held out ({', '.join(kept_out)})")
         limit = recipe.needle.haystack_tokens if recipe.needle is not None and recipe.hub.streaming else None
         kept = max(longest, recipe.evaluation.tokens)
         self.held_out = torch.empty(0, dtype=torch.int64, device="cpu")

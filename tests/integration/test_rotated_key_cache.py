@@ -368,6 +368,21 @@ def test_inference_mode_keeps_as_much_and_notices_writes(name: str, served: list
     assert len(served) == kept > 0
 
 
+@pytest.mark.parametrize("name", ["rerope", "cosscale"])
+def test_a_cache_of_inference_mode_is_continued_outside_of_it(name: str, served: list[int]) -> None:
+    ids, out = tokens(2, 40, seed=1), []
+    for first in (torch.no_grad, torch.inference_mode):
+        model = model_of(METHODS[name])
+        cache = DynamicCache(config=model.config)
+        with first():
+            said(model, ids[:, :PREFIX], cache)
+            steps(model, ids[:, PREFIX:30], cache)
+        with torch.no_grad():
+            out.append(steps(model, ids[:, 30:], cache))
+    assert served
+    close(out[1], out[0], 0.0)
+
+
 @pytest.mark.parametrize("kind", ["static", "rounding", "own"])
 def test_other_caches_go_without(kind: str, served: list[int]) -> None:
     model, ids = model_of(METHODS["rerope"]), tokens(1, 30, seed=1)

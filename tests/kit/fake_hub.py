@@ -60,11 +60,31 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    def do_HEAD(self) -> None:
+        self._file(self.path.split("?")[0].strip("/").split("/"))
+
+    def _file(self, parts: list[str]) -> None:
+        """A file of a repository, USER/NAME/resolve/REVISION/PATH."""
+        content = self.server_state.repos.get("/".join(parts[:2]), {}).get("/".join(parts[4:]))
+        if content is None:
+            self._answer(404, X_Error_Code="EntryNotFound")
+            return
+        self.send_response(200)
+        headers = {"Content-Length": str(len(content)), "ETag": '"1"', "X-Repo-Commit": "0" * 40}
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
     def do_GET(self) -> None:
         hub, path = self.server_state, self.path.split("?")[0]
         hub.log.append(f"GET {path}")
         parts = path.strip("/").split("/")
         repo = "/".join(parts[2:4])
+        if parts[2:3] == ["resolve"]:
+            self._file(parts)
+            return
         if parts[:2] == ["api", "models"] and repo in hub.repos:
             self._answer(200, {"id": repo, "sha": "0" * 40, "siblings": [{"rfilename": f} for f in hub.repos[repo]]})
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -64,6 +65,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # its chunk store is another protocol
     monkeypatch.setattr(constants, "ENDPOINT", fake.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", fake.url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # Trainer's, which keeps an endpoint
     monkeypatch.setenv("HF_TOKEN", "hf_test")
     yield fake
@@ -178,7 +180,7 @@ def test_an_adapter_is_merged_and_saved(base: Path, tmp_path: Path, case: str) -
     for name, p in m.named_parameters():
         if ".longattn." in name:
             torch.nn.init.uniform_(p, 0.5, 1.5)
-    told = {"training_lengths": [512, 1024], "training": {"data": "six novels: old ones", "steps": "1,200"}}
+    told = {"training_lengths": [512, 1024], "training": {"data": "six novels: old\nones", "steps": "1,200"}}
     hf_longattn.save(m, tmp_path / "adapter", tokenizer=letters(), **told)
     assert hf_longattn.merge(tmp_path / "adapter", tmp_path / "whole", **FACTS) == tmp_path / "whole"
     whole = LlamaForCausalLM.from_pretrained(tmp_path / "whole")
@@ -207,7 +209,8 @@ def test_an_adapter_is_merged_and_saved(base: Path, tmp_path: Path, case: str) -
 def test_the_card_of_a_merged_model_says_how_the_adapter_was_measured(measured: str, base: Path, tmp_path: Path) -> None:
     config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
     m = peft.get_peft_model(hf_longattn.apply(AutoModelForCausalLM.from_pretrained(base), CONFIG), config)
-    table = {"metrics": METRICS, "base_metrics": {"loss": {512: 2.875, 8192: 3.5}}, "evaluated_on": "six novels, old ones"}
+    numbers = {"loss": METRICS["loss"], "exact_match|strict": METRICS["accuracy"]}
+    table = {"metrics": numbers, "base_metrics": {"loss": {512: 2.875, 8192: 3.5}}, "evaluated_on": "six novels, old ones"}
     said = "Reads copies from 12,000 tokens back at 0.90, in nats per token."
     told: dict[str, Any] = ({} if measured == "metrics" else {"reach": f"{said}\n\n![Losses](reach.png)"}) | (
         {} if measured == "reach" else table
@@ -216,6 +219,7 @@ def test_the_card_of_a_merged_model_says_how_the_adapter_was_measured(measured: 
     hf_longattn.merge(tmp_path / "adapter", tmp_path / "whole")
     before, after = (ModelCard.load(tmp_path / kind / "README.md") for kind in ("adapter", "whole"))
     of_table = [line for line in before.text.splitlines() if line.startswith("|")]
+    assert len({len(re.split(r"(?<!\\)\|", line)) for line in of_table}) <= 1
     assert of_table == [line for line in after.text.splitlines() if line.startswith("|")]
     assert (said in after.text, bool(of_table)) == (measured != "metrics", measured != "reach")
     assert ("On six novels, old ones, with the adapter before it was merged, by length:" in after.text) == bool(of_table)
@@ -424,6 +428,20 @@ def test_a_name_that_is_taken(server: FakeHub) -> None:
     assert server.repos[REPO] == before
     hf_longattn.push(hf_longattn.update(changed(), tau=9.0), REPO, exist_ok=True)
     assert json.loads(server.repos[REPO]["config.json"])["longattn"]["logit_map"]["tau"] == 9.0
+    assert b"tau=9" in server.repos[REPO]["README.md"]
+
+
+@pytest.mark.slow
+def test_a_card_that_somebody_wrote_on_the_hub_stays(server: FakeHub, tmp_path: Path) -> None:
+    server.repos[REPO] = {"README.md": b"# Mine"}
+    with pytest.warns(UserWarning, match="did not write: it stays"):
+        hf_longattn.push(changed(), REPO, exist_ok=True)
+    assert server.repos[REPO]["README.md"] == b"# Mine"
+    assert "model.safetensors" in server.repos[REPO]
+    hf_longattn.save(changed(), tmp_path / "m")
+    (tmp_path / "m" / "README.md").write_text("# Newer")
+    hf_longattn.push(tmp_path / "m", REPO, exist_ok=True)
+    assert server.repos[REPO]["README.md"] == b"# Newer"
 
 
 @pytest.mark.slow

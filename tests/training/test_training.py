@@ -8,6 +8,7 @@ import json
 import math
 import random
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -986,6 +987,7 @@ def chatting(template: str | None) -> PreTrainedTokenizerFast:
 
 
 TURNS = [("user", "a b"), ("assistant", "c"), ("user", "d"), ("assistant", "e a")]
+PARTS = {"role": "user", "content": [{"type": "text", "text": "a"}]}
 CHAT = {"messages": [{"role": role, "content": content} for role, content in TURNS], "id": 1}
 
 
@@ -1014,9 +1016,10 @@ def test_a_recipe_trains_on_answers(tiny: Path, tmp_path: Path) -> None:
     rng = random.Random(0)
     rows = [[("user", " ".join(rng.choices("abcde", k=40))), ("assistant", "c d")] for _ in range(20)]
     chats = [{"messages": [{"role": role, "content": text} for role, text in row]} for row in rows]
-    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    for name in ("chats", "held"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, chats)))
     chatting(PLAIN).save_pretrained(tmp_path / "tokenizer")
-    given = {"data": tmp_path / "chats.jsonl", "heldout": tmp_path / "chats.jsonl", "tokenizer": tmp_path / "tokenizer"}
+    given = {"data": tmp_path / "chats.jsonl", "heldout": tmp_path / "held.jsonl", "tokenizer": tmp_path / "tokenizer"}
     given |= {"trainer__max_steps": 2, "trainer__eval_strategy": "no", "evaluation__compare": False, "hub__answers": True}
     metrics = trained("continue_lora", settings(tiny, tmp_path / "out", **given))
     for log in losses(metrics):
@@ -1038,8 +1041,9 @@ def test_the_start_of_a_chat_is_no_answer(tiny: Path, tmp_path: Path, streaming:
     tokenizer = chatting(PLAIN)
     turns = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "a b"}]
     chats = [{"messages": turns[:1]}] * 40 + [{"messages": turns}] * 20
-    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    given = {"data": tmp_path / "chats.jsonl", "heldout": tmp_path / "chats.jsonl", "positions": "plain"}
+    for name in ("chats", "held"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    given = {"data": tmp_path / "chats.jsonl", "heldout": tmp_path / "held.jsonl", "positions": "plain"}
     given |= {"hub__answers": True, "hub__streaming": streaming}
     data = Data(load_recipe("continue_lora", settings(tiny, tmp_path / "out", length=32, **given)), tokenizer)
     rows = list(data.train)
@@ -1056,6 +1060,8 @@ def test_the_start_of_a_chat_is_no_answer(tiny: Path, tmp_path: Path, streaming:
         (CHAT, LAST, "chat 1: the chat template writes an earlier answer otherwise"),
         ({"messages": CHAT["messages"][1:]}, PLAIN, "chat 1: it begins with an answer"),
         (CHAT, "{{ raise_exception('roles must alternate') }}", "chat 1: the chat template refuses it: roles must alternate"),
+        ({"messages": [PARTS]}, "{{ '<s> ' + messages[0].content }}", "chat 1: the chat template refuses it: can only"),
+        (CHAT | {"tools": ["weather"]}, PLAIN, r"row 1: its tools are \['weather'\], no list of JSON schemas"),
         (
             {"messages": [{"from": "user", "value": "word " * 99}]},
             PLAIN,
@@ -1067,6 +1073,46 @@ def test_chats_that_are_refused(tmp_path: Path, row: Any, template: str | None, 
     (tmp_path / "chats.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(ValueError, match=said):
         list(documents([str(tmp_path / "chats.jsonl")], Hub(answers=True), chatting(template)))
+
+
+TOOLS = "{% for t in tools or [] %}{{ t.name }} {% endfor %}"
+
+
+@pytest.mark.parametrize("kept", ["jsonl", "parquet"])
+def test_the_tools_of_a_chat_come_with_it_and_nothing_that_a_table_filled_in(tmp_path: Path, kept: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = []
+    for arguments in ({"a": "b"}, {"c": "d", "e": "a"}):  # a table has every argument in every call
+        said = {"role": "assistant", "content": "e", "tool_calls": [{"arguments": arguments}]}
+        rows.append({"messages": [CHAT["messages"][0], said], "tools": [{"name": "a" if "a" in arguments else "b"}]})
+    if kept == "parquet":
+        datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "chats.parquet"))
+    else:
+        (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = list(data_module.texts([str(tmp_path / f"chats.{kept}")], Hub()))
+    assert [chat.messages[1]["tool_calls"][0]["arguments"] for chat in found] == [{"a": "b"}, {"c": "d", "e": "a"}]
+    assert [chat.tools for chat in found] == [[{"name": "a"}], [{"name": "b"}]]
+    written = list(documents([str(tmp_path / f"chats.{kept}")], Hub(), chatting(TOOLS + PLAIN)))
+    tokenizer = chatting({"default": PLAIN, "tool_use": TOOLS + PLAIN})
+    assert list(documents([str(tmp_path / f"chats.{kept}")], Hub(), tokenizer)) == written
+    asked = list(documents([str(tmp_path / f"chats.{kept}")], Hub(answers=True), tokenizer))
+    assert [[n if n >= 0 else -1 - n for n in ids] for ids in asked] == written
+    assert [tokenizer.decode(ids[0]) for ids in written] == ["a", "b"]
+
+
+def test_a_text_is_read_once_and_what_is_held_out_is_not_trained_on(tiny: Path, tmp_path: Path) -> None:
+    for name in ("one", "two", "three"):
+        shutil.copy(tiny / "train.txt", tmp_path / f"{name}.txt")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "two.txt")
+    found = find([str(tmp_path / "two.txt"), str(tmp_path / "*.txt"), "a/dataset", "a/dataset"])
+    assert [Path(x).name for x in found] == ["two.txt", "one.txt", "three.txt", "dataset"]
+    given = {"data": tmp_path / "*.txt", "heldout": tmp_path / "three.txt", "positions": "plain"}
+    data = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", **given))).data
+    given["data"] = [str(tmp_path / "one.txt"), str(tmp_path / "two.txt")]
+    alone = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", **given))).data
+    assert len(data.train) == len(alone.train)
+    with pytest.raises(ValueError, match=r"all data is held out \(.*three\.txt\)"):
+        prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", **given | {"data": tmp_path / "three.txt"})))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
