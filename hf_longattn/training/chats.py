@@ -97,10 +97,5 @@ def _text(chat: Chat, tokenizer: Any, **options: Any) -> str:
         )
     try:
         return str(tokenizer.apply_chat_template(chat.messages, tools=chat.tools, tokenize=False, **options))
-    except (
-        TemplateError,
-        TypeError,
-        LookupError,
-        AttributeError,
-    ) as error:  # of texts alone, given parts
+    except (TemplateError, TypeError, LookupError, AttributeError) as error:  # some take no parts, or no content that is None
         raise ValueError(f"the chat template refuses it: {error}") from None
