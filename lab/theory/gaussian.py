@@ -67,7 +67,7 @@ def simulate(config: LongAttnConfig, longest: int, samples: int, seed: int = 0) 
         rows = AttentionLayout(index)
         out = attend(Call(query.expand(-1, -1, -1, WIDTH) / WIDTH, key.expand(-1, -1, -1, WIDTH), value, config, rows, 1.0))
         for s in sums.values():
-            s.add(Call(query, key, value, config, rows, 1.0, output=out))
+            s.add(Call(query, key, value, config, rows, 1.0), out)
     return {d: collect({0: s}) for d, s in sums.items()}
 
 
@@ -228,7 +228,7 @@ def cosines(samples: int, seed: int = 2) -> dict[str, Any]:
             config = LongAttnConfig.preset("cosscale", scale=float(c))
             value = torch.zeros(*key.shape[:-1], 1)
             sums = Sums(Options(what=("mass",)))
-            sums.add(Call(query, key, value, config, rows, COSINE_DIM**-0.5, output=value[:, :, :1]))
+            sums.add(Call(query, key, value, config, rows, COSINE_DIM**-0.5), value[:, :, :1])
             mass = collect({0: sums})["local_mass"][0, :, -1]
             # of the mean over samples, a share of the rest is chance
             explained = (explained - rest / samples).clamp(min=0)

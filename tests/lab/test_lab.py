@@ -192,11 +192,13 @@ def test_every_method_that_is_trained_has_a_run_and_all_of_them_a_control(monkey
 
 @pytest.mark.slow
 def test_methods_are_trained_where_they_are_not_yet_and_measured(model: Path, text: Path, tmp_path: Path) -> None:
-    own = ["--train", str(text), "--keep", str(tmp_path / "kept"), "--steps", "1", "--only", "^infoscale|^control"]
+    novel = tmp_path / "novel.txt"
+    novel.write_text(text.read_text())
+    own = ["--train", str(novel), "--keep", str(tmp_path / "kept"), "--steps", "1", "--only", "^infoscale|^control"]
     rows = run(methods_trained.PROGRAM, tmp_path / "rows.json", model, text, *own)
     assert [r["name"] for r in rows] == ["control, trained", "infoscale:clamp=false", "infoscale:clamp=false, trained"]
     assert [len(r["copying"]) for r in rows] == [24] * 3
     assert {p.name for p in (tmp_path / "kept").iterdir()} == {"method-control", "method-infoscale"}
     for row in rows:
-        assert f"--train {text.name} --keep kept" in row["command"]
+        assert "--train novel.txt --keep kept" in row["command"]
         assert str(tmp_path) not in row["command"]
