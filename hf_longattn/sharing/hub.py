@@ -288,7 +288,7 @@ def push(
         raise FileExistsError(
             f"{repo_id} exists already: pass exist_ok=True to add a commit to it, or choose another name"
         ) from error
-    if exist_ok and _has_own_card(api, repo_id) and _ours(_text(uploaded.get(README, b""))):
+    if exist_ok and _ours(_text(uploaded[README])) and _has_own_card(api, repo_id):
         warn(f"{repo_id} has a {README} that hf_longattn did not write: it stays, and does not say how the model is loaded")
         operations = [x for x in operations if x.path_in_repo != README]
     return str(api.create_commit(repo_id, operations, commit_message=commit_message).commit_url)

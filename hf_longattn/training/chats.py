@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import reprlib
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -24,26 +25,29 @@ def chat_of(messages: Any, tools: Any = None) -> Chat | None:
     """The conversation of a row, without what a table filled in for lack of it; None where the messages are none.
 
     Args:
-        tools: a list, or as JSON.
+        tools: a list of JSON schemas, or that as a JSON text; None and "" for none.
 
     Raises:
-        ValueError: tools are neither.
+        ValueError: tools are none of these.
     """
     if not isinstance(messages, list) or not messages:
         return None
     if not all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in messages):
         return None
-    tools = json.loads(tools) if isinstance(tools, str) and tools else tools
-    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+    schemas = tools
+    if isinstance(tools, str) and tools:
+        with suppress(json.JSONDecodeError):
+            schemas = json.loads(tools)
+    if schemas and not (isinstance(schemas, list) and all(isinstance(schema, dict) for schema in schemas)):
         raise ValueError(f"its tools are {reprlib.repr(tools)}, no list of JSON schemas")
-    return Chat([{"content": m["content"]} | _told(m) for m in messages], _told(tools) if tools else None)
+    return Chat([{"content": m["content"]} | _without_none(m) for m in messages], _without_none(schemas) if schemas else None)
 
 
-def _told(value: Any) -> Any:
-    """A value without the members that are None: a table has every member of every row, in tool calls too."""
+def _without_none(value: Any) -> Any:
+    """Drop members that are None: a table gives each row the members of all, in tool calls too."""
     if isinstance(value, dict):
-        return {k: _told(x) for k, x in value.items() if x is not None}
-    return [_told(x) for x in value] if isinstance(value, list) else value
+        return {k: _without_none(x) for k, x in value.items() if x is not None}
+    return [_without_none(x) for x in value] if isinstance(value, list) else value
 
 
 def tokens(chat: Chat, tokenizer: Any) -> list[int]:

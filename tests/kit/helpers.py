@@ -35,7 +35,7 @@ TOLERANCE = 1e-5  # of float32: 84 roundings, where every layer adds a few
 
 
 def crossed(values: Iterable[Any], inner: Container[Any] | int) -> list[Any]:
-    """Parameters of a test: those not in `inner` show what the others show, and are left out of the inner loop.
+    """Parameters of a test: those not in `inner` show what the others show; they run at night and for the area of a change.
 
     Args:
         inner: a number n for every n-th of them.

@@ -1061,6 +1061,7 @@ def test_the_start_of_a_chat_is_no_answer(tiny: Path, tmp_path: Path, streaming:
         ({"messages": CHAT["messages"][1:]}, PLAIN, "chat 1: it begins with an answer"),
         (CHAT, "{{ raise_exception('roles must alternate') }}", "chat 1: the chat template refuses it: roles must alternate"),
         ({"messages": [PARTS]}, "{{ '<s> ' + messages[0].content }}", "chat 1: the chat template refuses it: can only"),
+        (CHAT | {"tools": "[{"}, PLAIN, r"row 1: its tools are '\[\{', no list of JSON schemas"),
         (CHAT | {"tools": ["weather"]}, PLAIN, r"row 1: its tools are \['weather'\], no list of JSON schemas"),
         (
             {"messages": [{"from": "user", "value": "word " * 99}]},
