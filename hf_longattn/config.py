@@ -157,7 +157,10 @@ class LongAttnConfig:
         return self.parts or (self,)
 
     def of_layer(self, layer: int) -> LongAttnConfig | None:
-        """The one of `each` that takes a layer, by its number; which layers a word leaves out (windows), a model knows."""
+        """The one of `each` for the layer of a number: the one that lists it, else the one whose `layers` is a word.
+
+        Whether "full_attention" covers that layer only the model knows.
+        """
         named = (x for x in self.each if not isinstance(x.layers, str) and layer in x.layers)
         return next(named, next((x for x in self.each if isinstance(x.layers, str)), None))
 
@@ -446,14 +449,13 @@ def written(methods: Sequence[Method], only: Iterable[str] | None = None) -> str
     A parameter of several methods is left out where each has its default. Where they do not, no text can say it: each method
     gets one of its own, with ", " between them. A long list of numbers is shown by its length.
     """
-    said = [(m, k, v) for m in methods for k, v in m.to_dict().items() if k != "name" and v is not None]
-    said = [(m, k, v) for m, k, v in said if only is None or k in only]
+    said = [(m, k, v) for m in methods for k, v in m.to_dict().items() if k != "name" and (only is None or k in only)]
     count = Counter(k for _, k, _ in said)
     shared = {k for k, n in count.items() if n > 1 and not (k == "train_length" and _alike(v for _, x, v in said if x == k))}
     defaults = {m: {f.name: thaw(f.default) for f in fields(m)} for m in methods}
     if any(k in shared and v != defaults[m][k] for m, k, v in said):
         return ", ".join(written([m], only) for m in methods)
-    pairs = {k: word(v) for _, k, v in said if k not in shared}
+    pairs = {k: word(v) for _, k, v in said if k not in shared and v is not None}
     return ":".join(["+".join(m.name for m in methods), *(f"{k}={v}" for k, v in pairs.items())])
 
 

@@ -20,8 +20,8 @@ from .rotary import Rotation
 from .stages import finish
 from .tracing import readable, shareable
 
-#: Every kernel by its name, in the order in which "auto" asks them: few, which is no backend, then those between "auto" and
-#: "reference" in `config.BACKENDS`, each the file of its name.
+#: Kernels by name, in the order in which "auto" tries them: `few` first, which cannot be asked for by name, then
+#: kernels/NAME.py for each name between "auto" and "reference" in `config.BACKENDS`.
 KERNELS: dict[str, Kernel] = {"few": few.KERNEL}
 KERNELS |= {name: import_module(f".kernels.{name}", __package__).KERNEL for name in BACKENDS[1:-1]}
 
@@ -65,6 +65,12 @@ def attention(
     """
     check_config(config)
     check_shapes(query, key, value)
+    if sink_logits is not None and sink_logits.shape != query.shape[1:2]:
+        raise ValueError(
+            f"sink_logits {tuple(sink_logits.shape)} must be (heads,), one for each of {query.shape[1]} query heads"
+        )
+    if rotation is not None and rotation.last > query.shape[3]:
+        raise ValueError(f"rotation turns features up to {rotation.last} of a head_dim of {query.shape[3]}")
     mask = check_mask(attention_mask, query, key)
     device = torch.device("cpu") if readable(query) and mask is None else query.device
     rows = AttentionLayout.causal(query.shape[2], key.shape[2], query_start, key_start, device)

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .tracing import readable, sent
+from .tracing import assert_later, readable, sent
 
 
-class Columns(NamedTuple):
-    """The columns of `AttentionLayout.index`, as tensors (batch or 1, q_len), or numbers drawn from them."""
+class RowBounds(NamedTuple):
+    """What `AttentionLayout.index` says of each row: tensors (batch or 1, q_len), or numbers drawn from them."""
 
     query: Any  # the row's own cache index
     key_start: Any  # the cache index of key 0
@@ -46,7 +46,7 @@ class AttentionLayout:
     """For every query row, the interval of cache indices that it sees.
 
     Args:
-        index: int64 (batch or 1, q_len, 5), see `Columns`: key_start is the same in every row; high < low: fully masked.
+        index: int64 (batch or 1, q_len, 5), see `RowBounds`: key_start is the same in every row; high < low: fully masked.
         allowed: None, or a bool tensor (batch or 1, heads or 1, q_len or 1, kv_len), True = visible, on top
             of the interval.
         query_ids, key_ids: where positions do not count as cache indices do, those of queries, int64 (batch or 1, q_len), and
@@ -90,9 +90,9 @@ class AttentionLayout:
         return self if host is None else host
 
     @property
-    def columns(self) -> Columns:
-        """The columns of `index`, each (batch or 1, q_len)."""
-        known: Columns = self.once("columns", lambda: Columns(*self.index.unbind(-1)))
+    def bounds(self) -> RowBounds:
+        """`index` by name, each (batch or 1, q_len)."""
+        known: RowBounds = self.once("bounds", lambda: RowBounds(*self.index.unbind(-1)))
         return known
 
     @property
@@ -111,7 +111,7 @@ class AttentionLayout:
         if not bool((self.count(kv_len) == simple.count(kv_len)).all()):
             return self
         if self.query_ids is not None and self.key_ids is not None:
-            _, _, _, low, high = self.columns
+            _, _, _, low, high = self.bounds
             rows, index = low <= high, self.key_indices(kv_len)[:, 0]
             first, last = (low.where(rows, FAR).amin(-1, True), high.where(rows, -1).amax(-1, True))
             queries = (self.query_ids == simple.query_positions()) | ~rows
@@ -135,7 +135,7 @@ class AttentionLayout:
             query_start = key_start + kv_len - q_len
         position = torch.arange(query_start, query_start + q_len, device=device)
         start = torch.full_like(position, key_start)
-        rows = cls(Columns(position, start, start, start, position).stacked()[None])
+        rows = cls(RowBounds(position, start, start, start, position).stacked()[None])
         if key_start - q_len <= query_start <= key_start + kv_len:
             return rows
         # lengths do not bound the distances across a gap; explicit positions do
@@ -152,7 +152,7 @@ class AttentionLayout:
         index = self.index.expand(batch, -1, -1)
         rows = dataclasses.replace(self, index=index, query_axes=query_axes, key_axes=key_axes)
         index, first, time = rows.key_indices(kv_len)[:, 0], rows.key_starts(kv_len).expand(-1, kv_len), key_axes[0]
-        inside = (index >= first) & (index <= rows.columns.high.amax(-1, keepdim=True))
+        inside = (index >= first) & (index <= rows.bounds.high.amax(-1, keepdim=True))
         falls = (time.diff() < 0) & inside[:, 1:] & inside[:, :-1] & (first.diff() == 0)
         # where positions fall, an interval of them is none of indices
         return rows.masked(rows.visible(kv_len)) if bool(falls.any()) else rows
@@ -175,7 +175,7 @@ class AttentionLayout:
         """A number of tokens that the longest text has: more than each position, and than each row sees; reads the device."""
         if self.query_ids is not None and self.key_ids is not None:
             return 1 + int(torch.maximum(self.query_ids.amax(), self.key_ids.amax()))
-        query, _, start, _, high = self.columns
+        query, _, start, _, high = self.bounds
         return 1 + int((torch.maximum(query, high) - start).amax())
 
     @property
@@ -211,7 +211,7 @@ class AttentionLayout:
             return self.query_axes[0]
         if self.query_ids is not None:
             return self.query_ids
-        return (self.columns.query - self.columns.start).clamp(min=0)
+        return (self.bounds.query - self.bounds.start).clamp(min=0)
 
     def key_positions(self, kv_len: int) -> Tensor:
         """Key positions counted likewise, int64 (batch or 1, kv_len)."""
@@ -226,7 +226,7 @@ class AttentionLayout:
 
         Rows of one batch entry start together, except in packed text, where queries and keys are the same tokens.
         """
-        start = self.columns.start
+        start = self.bounds.start
         return start if self.index.shape[1] == kv_len else start[:, :1]
 
     def narrowed(self, first: Tensor | None, last: Tensor | None) -> AttentionLayout:
@@ -239,12 +239,12 @@ class AttentionLayout:
             inside = [own >= first[:, None, :, None]] if first is not None else []
             inside += [own <= last[:, None, :, None]] if last is not None else []
             return self.masked(functools.reduce(torch.logical_and, inside))
-        columns = self.columns
+        bounds = self.bounds
         if first is not None:
-            columns = columns._replace(low=torch.maximum(columns.low, self._index_of(first)))
+            bounds = bounds._replace(low=torch.maximum(bounds.low, self._index_of(first)))
         if last is not None:
-            columns = columns._replace(high=torch.minimum(columns.high, self._index_of(last + 1) - 1))
-        return dataclasses.replace(self, index=columns.stacked())
+            bounds = bounds._replace(high=torch.minimum(bounds.high, self._index_of(last + 1) - 1))
+        return dataclasses.replace(self, index=bounds.stacked())
 
     @property
     def _ids(self) -> Tensor | None:
@@ -253,7 +253,7 @@ class AttentionLayout:
 
     def _index_of(self, position: Tensor) -> Tensor:
         """The first cache index in each row's sequence whose position is at least `position`, both (batch or 1, q_len)."""
-        start, high = self.columns.start, self.columns.high
+        start, high = self.bounds.start, self.bounds.high
         if (ids := self._ids) is None:
             return start + position
         kv_len = ids.shape[1]
@@ -263,16 +263,16 @@ class AttentionLayout:
         own, sought = first * FAR + own, start * FAR + position
         batch = max(own.shape[0], sought.shape[0])
         own, sought = (x.expand(batch, -1).contiguous() for x in (own, sought))
-        return self.columns.key_start + torch.searchsorted(own, sought)
+        return self.bounds.key_start + torch.searchsorted(own, sought)
 
     def key_indices(self, kv_len: int) -> Tensor:
         """The cache indices of the keys, (batch or 1, 1, kv_len)."""
-        return self.columns.key_start[:, :1, None] + torch.arange(kv_len, device=self.index.device)
+        return self.bounds.key_start[:, :1, None] + torch.arange(kv_len, device=self.index.device)
 
     def visible(self, kv_len: int) -> Tensor:
         """bool (batch or 1, heads or 1, q_len, kv_len), True = the row may see the key, of the first kv_len."""
         index = self.key_indices(kv_len)
-        inside = (index >= self.columns.low[..., None]) & (index <= self.columns.high[..., None])
+        inside = (index >= self.bounds.low[..., None]) & (index <= self.bounds.high[..., None])
         return inside[:, None] if self.allowed is None else inside[:, None] & self.allowed[..., :kv_len]
 
     def seen(self, kv_len: int) -> tuple[slice, slice] | None:
@@ -283,7 +283,7 @@ class AttentionLayout:
         return found
 
     def _seen(self, kv_len: int) -> tuple[slice, slice] | None:
-        _, first, _, low, high = self.columns
+        _, first, _, low, high = self.bounds
         low, high = (low - first).clamp(min=0), (high - first).clamp(max=kv_len - 1)
         seeing = low <= high
         rows = seeing.any(0).to(torch.uint8)
@@ -296,11 +296,11 @@ class AttentionLayout:
         """|query position - key position| of the rows `which`; int64 (batch or 1, rows, kv_len)."""
         if self.query_ids is not None and self.key_ids is not None:
             return (self.query_ids[:, which, None] - self.key_ids[:, None, :kv_len]).abs()
-        return (self.columns.query[:, which, None] - self.key_indices(kv_len)).abs()
+        return (self.bounds.query[:, which, None] - self.key_indices(kv_len)).abs()
 
     def tokens(self, kv_len: int) -> Tensor:
         """bool (batch or 1, q_len), False where the row is padding: that does not see itself."""
-        own, key_start, _, low, high = self.columns
+        own, key_start, _, low, high = self.bounds
         real = (low <= own) & (own <= high)
         if self.allowed is not None:
             column = (own - key_start).clamp(0, kv_len - 1)[..., None]
@@ -319,14 +319,14 @@ class AttentionLayout:
         """bool (batch or 1, q_len, kv_len), True for the keys at the first `count` positions of the row's sequence."""
         if self.key_ids is not None:
             return (self.key_ids[:, None, :kv_len] < count).expand(-1, self.index.shape[1], -1)
-        offset = self.key_indices(kv_len) - self.columns.start[..., None]
+        offset = self.key_indices(kv_len) - self.bounds.start[..., None]
         return (offset >= 0) & (offset < count)
 
     def count(self, kv_len: int) -> Tensor:
         """n_i, the number of keys that each row sees: int64 (batch or 1, heads or 1, q_len)."""
         if self.allowed is not None and not self.hides_tokens:
             return self.visible(kv_len).sum(-1)
-        _, first, _, low, high = self.columns
+        _, first, _, low, high = self.bounds
         low, high = torch.maximum(low, first), torch.minimum(high, first + kv_len - 1)
         if self.allowed is None:
             return (high - low + 1).clamp(min=0)[:, None]
@@ -381,6 +381,9 @@ def check_positions(position_ids: Tensor, query: Tensor, key: Tensor) -> Tensor:
         )
     if position_ids.dtype != torch.int64:
         raise ValueError(f"position_ids must be int64, got {position_ids.dtype}")
-    if bool((position_ids.diff() <= 0).any()):
+    grows = (position_ids.diff() > 0).all()
+    if not readable(position_ids):
+        assert_later(grows, "position_ids must grow from token to token")
+    elif not grows:
         raise ValueError("position_ids must grow from token to token")
     return (position_ids - position_ids[:, :1]).to(query.device)

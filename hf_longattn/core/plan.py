@@ -25,8 +25,8 @@ from .tracing import keepable
 
 #: The trained parts of methods by slot.
 Learned: TypeAlias = Mapping[str, nn.Module] | None
-#: From query, key, value, the factor of each row (a number, or (batch or 1, heads or 1, q_len); None is 1), the logarithm of
-#: what joins the denominators, (heads,) or None, and what finds keys that were turned before, to the weighted sum of values.
+#: (query, key, value, factor, sinks, keep) -> the weighted sum of values. factor multiplies the logits of each row: a number,
+#: or (batch or 1, heads or 1, q_len); None is 1. sinks: (heads,), the logarithm of one more term in each denominator, or None.
 Computation: TypeAlias = Callable[[Tensor, Tensor, Tensor, float | Tensor | None, Tensor | None, Keep | None], Tensor]
 
 
@@ -208,7 +208,6 @@ class AttentionPlan:
     method_id: Hashable = None
     _kernel: str = field(default="", init=False)
     _compute: Computation | None = field(default=None, init=False)
-    _joins: bool = field(default=False, init=False)
     _factor: float | Tensor | None = field(default=None, init=False)
     _sinks: Tensor | None = field(default=None, init=False)
 
@@ -250,7 +249,7 @@ class AttentionPlan:
 
     def computed_by(self, name: str, compute: Computation) -> AttentionPlan:
         """Choose a kernel, by its name and what it has prepared."""
-        self._kernel, self._compute, self._joins = name, compute, self.has_sinks
+        self._kernel, self._compute = name, compute
         del self.rows, self.segments  # rows keep their plans: these keep no rows, so that all goes with a pass
         if "temperature" not in self.learned:
             self._factor = self.factor(None)
@@ -274,7 +273,7 @@ class AttentionPlan:
         """
         assert self._compute is not None
         factor = self.factor(learned) if "temperature" in self.learned else self._factor
-        sinks = self._joining(query, learned, sink_logits) if self._joins else None
+        sinks = self._joining(query, learned, sink_logits) if self.has_sinks else None
         out = self._compute(query, key, value, factor, sinks, keep)
         return self.finish(out, learned).to(query.dtype)
 

@@ -36,9 +36,14 @@ class Rotation:
     axis: tuple[int, ...] | None = None
 
     @property
-    def layout(self) -> tuple[int, int, bool]:
+    def features(self) -> tuple[int, int, bool]:
         """The first feature that is rotated, the number of pairs, and `interleaved`."""
         return self.first, self.inv_freq.shape[0], self.interleaved
+
+    @property
+    def last(self) -> int:
+        """The number of the first feature behind those that are rotated."""
+        return self.first + 2 * self.inv_freq.shape[0]
 
     def rotate_half(self, x: Tensor) -> Tensor:
         """Every pair (a, b) as (-b, a); what is not rotated as 0."""
@@ -55,7 +60,7 @@ class Rotation:
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The first and second features of all pairs, (..., pairs) each, and the features that are not rotated."""
         pairs = self.inv_freq.shape[0]
-        before, rotated, rest = x.tensor_split((self.first, self.first + 2 * pairs), -1)
+        before, rotated, rest = x.tensor_split((self.first, self.last), -1)
         rest = torch.cat([before, rest], -1) if self.first else rest
         if self.interleaved:
             return rotated[..., 0::2], rotated[..., 1::2], rest
@@ -83,7 +88,8 @@ class RotationDelta(NamedTuple):
         remap: from positions to those shown (see `slots.base.Remap`).
         spectrum: from the model's frequencies to those that these are shown at, and a factor; None: the model's.
         name: identifies remap and spectrum in tables, where angles are kept.
-        interval: its number among its method's; of several that turn keys alike the first one's, whose kept keys all read.
+        interval: its number among the method's intervals. Intervals that turn keys alike take the first one's number, and so
+            share kept keys.
     """
 
     rotation: Rotation | None

@@ -33,14 +33,12 @@ HARMLESS = frozenset(
     }
 )
 HARMLESS_IN_PAGES = HARMLESS | ARGUMENTS
-#: As it was before torch's context_parallel may have put another in its place.
-_SDPA = torch.nn.functional.scaled_dot_product_attention
 
 
 def check_arguments(layer_call: LayerCall, harmless: frozenset[str]) -> None:
     """Raise for anything in a call that we would otherwise compute wrongly in silence."""
     more = layer_call.more
-    if torch.nn.functional.scaled_dot_product_attention is not _SDPA and not layer_call.traced and _in_context_parallel():
+    if not layer_call.traced and _in_context_parallel():
         raise NotImplementedError(
             "torch's context_parallel splits the sequence and replaces scaled_dot_product_attention alone: under "
             "hf_longattn every process would attend to its own part. Leave it off, or "

@@ -31,8 +31,8 @@ from .rotated_key_cache import kept_keys
 from .unmodified import unmodified
 
 _PICTURES_IN_PARTS = (
-    "tokens at several positions each, as those of pictures are in a model with M-RoPE, are read by a remap of rotary "
-    "distances in whole sequences: not in paged caches, and not split over processes"
+    "a remap of rotary distances cannot read pictures in a model with M-RoPE under continuous batching, nor in a sequence "
+    "that is split over processes: call generate() in one process, or take a method without a remap"
 )
 #: What a layer that is left alone computes where no other function knows its rows.
 _LEFT_ALONE = LongAttnConfig()
@@ -83,7 +83,7 @@ def attention_forward(
     if split:
         return ulysses.whole_sequence(layer_call, query, key, value, _over_rows), None
     if paged:
-        return paged_attention(layer_call, query, key, value, _over_rows if method.config is not None else _left_alone), None
+        return paged_attention(layer_call, query, key, value, _over_rows), None
     context = None
     if method.config is not None and not _keeps_own_mask(layer_call, attention_mask):
         context = rows_under(attention_mask, layer_call)
@@ -182,8 +182,3 @@ def _keep(layer_call: LayerCall) -> Keep | None:
 def _over_rows(layer_call: LayerCall, query: Tensor, key: Tensor, value: Tensor, rows: AttentionLayout) -> Tensor:
     """A layer whose rows no mask tells of: (batch, q_len, heads, head_dim)."""
     return _attend(layer_call, query, key, value, rows)[0]
-
-
-def _left_alone(layer_call: LayerCall, query: Tensor, key: Tensor, value: Tensor, rows: AttentionLayout) -> Tensor:
-    """Compute a layer that keeps its attention."""
-    return unmodified(layer_call, query, key, value, rows.on(key.device).visible(key.shape[2]))[0]

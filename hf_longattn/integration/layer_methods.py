@@ -22,7 +22,7 @@ from .passes import hook_passes
 from .saved_method import by_number, refuse_kind
 from .shared import outermost, refuse_shared, track_model
 from .state import AttentionState, LayerMethod, is_settled, method_of, set_method
-from .verify import rotation_of, verify_at_first_call, verify_axes, verify_rotations
+from .verify import rotation_of, verify_rotations
 
 
 def prepare(view: View, verify: bool = False) -> None:
@@ -77,7 +77,7 @@ def put(view: View, config: LongAttnConfig, name: str, longer: int | None = None
     track_model(view.model)
     attach_learned_parts(view, facts)
     guard(view, state)
-    hook_passes(view, state)
+    hook_passes(view, state, renew)
     return bound
 
 
@@ -254,6 +254,3 @@ def no_layer(view: View, config: LongAttnConfig) -> str:
     if view.target is not None and (runs := get_implementation(view.target)):
         why = f"transformers left its language model under {runs!r}. Use hf_longattn.apply(model, ...)"
     return f"{config.name if config.methods else 'a method'} applies to 0 layers of {view.name}: {why}"
-
-
-AttentionState.verify, AttentionState.renew, AttentionState.find_axes = verify_at_first_call, renew, verify_axes

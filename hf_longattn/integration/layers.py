@@ -74,7 +74,7 @@ class Layer:
 
     @property
     def own_mask(self) -> str | None:
-        """How the module changes Transformers' mask, as it could not change ours, before attention gets it; or None."""
+        """Why the module cannot run under our mask: what it does to Transformers' own before attention. None: nothing."""
         return next((why for name, why in _READERS.items() if getattr(self.module, name, None) is not None), None)
 
     @property

@@ -37,7 +37,7 @@ from .internals import MaskInterval, interval_of
 INDEX_WIDTH = 6
 
 
-BOTH_WAYS = "it is to read in both directions ({}), and every method is one of causal attention"
+BOTH_WAYS = "the model attends in both directions ({}), and methods are defined for causal attention only"
 
 
 def both_ways(config: Any) -> str | None:
@@ -90,7 +90,7 @@ class MaskContext:
 
     def __init__(self, base: BaseAttention | None = None, forward_pass: Any = None, host: Tensor | None = None) -> None:
         self.base, self.forward_pass, self.host = base, forward_pass, host
-        self.both_ways = False  # Transformers made the mask for reading in both directions
+        self.both_ways = False  # True: Transformers made the mask for reading in both directions
         self.parsed: ParsedMask | None = None
         self.q_len = self.kv_len = -1  # of the last layer that read it
         self.rows: AttentionLayout | None = None  # those of `parsed`, placed by `positions`
@@ -391,16 +391,16 @@ def read_own_mask(mask: Tensor, q_len: int, kv_len: int) -> ParsedMask:
             "under a 4-D attention mask the tokens of a call must be the last keys, each visible to itself, and they are not: "
             "with a static cache pass a 2-D mask, or use a dynamic cache"
         )
-    columns = AttentionLayout.causal(q_len, kv_len, None, 0, mask.device).columns
+    bounds = AttentionLayout.causal(q_len, kv_len, None, 0, mask.device).bounds
     start = visible.int().argmax(-1)
     if kv_len == q_len:  # the first key that a row sees may see earlier ones: a window does not start a text
-        start = torch.where(sees_itself, start, columns.query)
+        start = torch.where(sees_itself, start, bounds.query)
         for _ in range(q_len.bit_length()):
             start = start.gather(1, start)
     # the mask alone decides how far a row sees: image blocks look ahead
-    columns = columns._replace(start=start, high=torch.full_like(columns.high, kv_len - 1))
+    bounds = bounds._replace(start=start, high=torch.full_like(bounds.high, kv_len - 1))
     counted = _ranks(visible) if kv_len > q_len else None
-    return ParsedMask(AttentionLayout(columns.stacked(), mask), counted, columns.query[:, :1])
+    return ParsedMask(AttentionLayout(bounds.stacked(), mask), counted, bounds.query[:, :1])
 
 
 def _ranks(visible: Tensor) -> Tensor:

@@ -22,9 +22,9 @@ FILES = {"tokenizer_config.json": "model_max_length", "sentence_bert_config.json
 
 
 def announce(view: View, length: int | None) -> None:
-    """Let a model's configs say that it reads `length` tokens, if they say less; None: what they said before, or what a
-    scaling of their rotation reaches that said so.
+    """Let a model's configs say that it reads `length` tokens, if they say less.
 
+    None: they say again what they did before, or what a scaling of the rotation reaches, where one was added after training.
     Where a rotation depends on what they say (dynamic NTK, longrope without a factor), they go on saying it. Generation ends
     there too, if it ended where a config said.
     """

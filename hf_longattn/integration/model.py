@@ -86,8 +86,10 @@ def _changed(view: View) -> set[int]:
 
 
 def _put(view: View, config: LongAttnConfig, keep: Set[int] = frozenset()) -> None:
-    """Put a config into a model, which reads as far as it did if that config reaches so far, or a warning says that it does
-    not. ValueError: the config leaves alone one of the layers `keep`.
+    """Put a config into a model. An extended one stays extended where the config reaches as far; else a warning says so.
+
+    Raises:
+        ValueError: the config leaves alone one of the layers `keep`.
     """
     known = view.running
     longer = None if known is None or config.extended_to not in (None, known.extended_to) else known.extended_to
@@ -146,10 +148,10 @@ def update(model: Model, **parameters: Any) -> Model:
         config = _running(view).replace(**parameters)
         methods = {x.module: method for x in view.of_target if (method := method_of(x.module)) is not None}
         held, modules = raw_section(view.target), set(view.modules)
-        planned = methods and all(
+        unchanged = methods and all(
             p.whole_config is held and (p.rotary is None or p.rotary.module in modules) for p in methods.values()
         )
-        if not planned or parameters.keys() != {"strength"} or config.logit_map is None or not config.logit_map.blends:
+        if not unchanged or parameters.keys() != {"strength"} or config.logit_map is None or not config.logit_map.blends:
             _put(view, config)
             return model
         view.state.set_running(view, config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.geometry import AttentionLayout, Columns
+from ..core.geometry import AttentionLayout, RowBounds
 from .masks import ParsedMask
 
 UNKNOWN = (
@@ -18,7 +18,7 @@ UNKNOWN = (
 
 def own_positions(seen: ParsedMask, position_ids: Tensor) -> Tensor:
     """The positions of a call's queries, which may be some of its tokens, (batch or 1, q_len)."""
-    query = seen.rows.columns.query
+    query = seen.rows.bounds.query
     if position_ids.shape[1] == query.shape[1]:
         return position_ids.to(query.device)
     column = (query - seen.first).clamp(0, position_ids.shape[1] - 1)
@@ -42,7 +42,7 @@ class Numbered:
         self.rows, self.counted, self.position = rows, counted, own_positions(seen, position_ids).expand(batch, -1)
         self.tokens = position_ids.to(index.device).expand(batch, -1)  # of the whole call
         index = index.expand(batch, -1, -1)
-        self.cache_index, _, self.start, _, _ = Columns(*index.unbind(-1))
+        self.cache_index, _, self.start, _, _ = RowBounds(*index.unbind(-1))
         self.first = first.expand(batch, -1)
         self.keys = rows.key_indices(kv_len)[:, 0].expand(batch, -1)
         self.real = rows.tokens(kv_len).expand(batch, -1)  # padding may be at any position
@@ -60,7 +60,7 @@ class Numbered:
     def _sees_cache(self) -> Tensor:
         """True where a token sees keys of earlier calls, (batch, 1)."""
         if self.rows.allowed is None or self.rows.hides_tokens:
-            low, high = self.rows.columns.low, self.rows.columns.high
+            low, high = self.rows.bounds.low, self.rows.bounds.high
             return ((low < self.first) & (low <= high) & self.real).any(-1, keepdim=True)
         earlier = self.rows.visible(self.keys.shape[1]).any(1) & (self.keys < self.first)[:, None]
         return (earlier.any(-1) & self.real).any(-1, keepdim=True)

@@ -19,7 +19,7 @@ from .state import method_of
 
 
 def attach_learned_parts(view: View, facts: ModelFacts) -> None:
-    """Give the layers of a model the learned parts of what they are planned to run."""
+    """Give the layers of a model the learned parts of the methods that they run."""
     for layer in view.of_target:
         config = method.config if (method := method_of(layer.module)) is not None else None
         attach(view.model, layer, () if config is None else config.methods, facts)

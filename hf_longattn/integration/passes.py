@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,7 +22,10 @@ from .rotated_key_cache import drop_other_keys
 from .shared import model_of, refuse_abroad
 from .state import AttentionState, LayerMethod, method_of
 from .token_axes import COMPILED, check_token_axes, find_token_axes
+from .verify import verify_at_first_call
 
+#: Gives a model's layers their methods anew.
+Renew: TypeAlias = Callable[[AttentionState, Any], None]
 _BROKEN_OFF = (
     "an earlier call on this KV cache was refused, or broke off, when some layers had written their keys to it and others had "
     "not, and cropping does not bring them together: give the whole text and a new cache, or this one emptied"
@@ -91,7 +95,7 @@ def find_pass(
 def _verified(module: Any, method: LayerMethod) -> LayerMethod | None:
     """A layer's method with its rotation verified, where a pass began with `model.forward`, which calls no hooks."""
     if (model := model_of(method.state)) is not None:
-        method.state.verify(model)
+        verify_at_first_call(method.state, model)
     return method_of(module)
 
 
@@ -100,20 +104,20 @@ def _given_outside() -> Tensor | None:
     return None if (forward_pass := current_pass()) is None else forward_pass.positions
 
 
-def hook_passes(view: View, state: AttentionState) -> None:
+def hook_passes(view: View, state: AttentionState, renew: Renew) -> None:
     """From now on each forward pass knows what it was given, and runs what the model does as it begins."""
     state.remapped = any(method.rotary is not None for method in view.layer_methods)
     if not state.passes:
         inner = view.inner  # which may be called without the others
         parameters = list(inspect.signature(type(inner).forward).parameters)[1:]
         place = parameters.index("position_ids") if "position_ids" in parameters else len(parameters)
-        before, behind = functools.partial(_begin, state, place), functools.partial(_end, state)
+        before, behind = functools.partial(_begin, state, renew, place), functools.partial(_end, state)
         begin = inner.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         end = inner.register_forward_hook(behind, always_call=True)
         state.passes = begin, end
 
 
-def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _begin(state: AttentionState, renew: Renew, place: int, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     positions = kwargs.get("position_ids", args[place] if len(args) > place else None)
     weights = bool(kwargs.get("output_attentions"))
     if torch.compiler.is_compiling():
@@ -132,7 +136,7 @@ def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...],
             if (there := vars(model).get("_longattn")) is None:
                 return  # it took the method out
             forward_pass.state = state = there
-            _prepare(state, model)
+            _prepare(state, renew, model)
             forward_pass.thread = threading.get_ident()
             gate.let_in(forward_pass)
     forward_pass.whole_config = state.whole_config
@@ -149,18 +153,18 @@ def _begin(state: AttentionState, place: int, model: Any, args: tuple[Any, ...],
     PASS.set(forward_pass)
 
 
-def _prepare(state: AttentionState, model: Any) -> None:
-    """Before a pass: the model's rotations are verified, and its layers are planned if they are others now.
+def _prepare(state: AttentionState, renew: Renew, model: Any) -> None:
+    """Before a pass: the model's rotations are verified, and its layers get their methods anew if they are others now.
 
     ValueError: its configs do not say what it runs.
     """
     if state.unverified:
-        state.verify(model)
+        verify_at_first_call(state, model)
     arrangement = state.arrangement or state.arrange(View(model))
     if not arrangement.is_described:
         raise ValueError(_REPLACED)
     if not arrangement.is_current:
-        state.renew(model)
+        renew(state, model)
 
 
 def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:

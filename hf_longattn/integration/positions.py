@@ -113,12 +113,8 @@ def rows_under(mask: Tensor | None, layer_call: LayerCall) -> MaskContext:
     seen = read_mask(mask, kv_len)
     context = MaskContext() if layer_call.traced or not readable(mask) else context_of(mask)
     context.forward_pass, context.q_len = forward_pass, q_len
-    known = context.rows is not None and context.positions is positions
-    rows = (
-        context.rows
-        if known and context.rows is not None
-        else _with_positions(seen, positions, kv_len, remapped, forward_pass)
-    )
+    known = context.rows if context.positions is positions else None
+    rows = _with_positions(seen, positions, kv_len, remapped, forward_pass) if known is None else known
     if not layer_call.traced:
         _refuse_packed(rows, layer_call.more)
     return context.keep(rows, positions, kv_len)
@@ -133,7 +129,7 @@ def _refuse_packed(rows: AttentionLayout, more: Mapping[str, Any]) -> None:
         told = int((ends.diff() > 0).sum())
     else:
         return
-    if told > sum(len(row.unique()) for row in rows.columns.start):
+    if told > sum(len(row.unique()) for row in rows.bounds.start):
         raise ValueError(_PACKED)
 
 
@@ -151,7 +147,8 @@ def _with_positions(
         seen: what was read off the mask.
         remapped: whether some layer remaps rotary distances, for which pictures cannot be counted as tokens.
         forward_pass: the pass that takes note of how its tokens are numbered.
-        own_mask: whether the mask is the user's, who may draft a tree of tokens: the cache then keeps one path of it.
+        own_mask: whether the mask is the user's. Where its tokens fit no numbering, as a drafted tree's, only the first one's
+            is noted, since the cache will keep one branch.
     """
     several = None if forward_pass is None or forward_pass.axes is None else forward_pass
     if several is not None and not several.numbers_text:
@@ -207,7 +204,7 @@ def _continued(seen: ParsedMask, position_ids: Tensor, kv_len: int, forward_pass
     if not numbering or not any(numbering) or q_len > FEW_QUERIES or position_ids.shape[1:] != (q_len,):
         return None
     by_index, by_start, _ = numbering
-    query, key_start, start, _, _ = rows.columns
+    query, key_start, start, _, _ = rows.bounds
     begins = record_of(forward_pass.cache).get("ones") is not None or bool((start >= seen.first).any())
     if begins or not bool(rows.tokens(kv_len).all()):
         return None
@@ -221,7 +218,7 @@ def _from_zero(seen: ParsedMask, position_ids: Tensor, forward_pass: ForwardCont
     held, ones = _from_one(seen, forward_pass)
     if forward_pass is None or not held:
         return position_ids
-    at = seen.rows.columns
+    at = seen.rows.bounds
     if ones is None:
         begins = (at.query == at.start) & (at.start >= held) & (at.low <= at.high) & (own_positions(seen, position_ids) == 1)
         ones = int(at.start.where(begins, FAR).min())
@@ -324,7 +321,7 @@ def refuse_unknown_start(config: LongAttnConfig, rows: AttentionLayout, position
     sinks = config.logit_map is not None and config.logit_map.sink_tokens > 0
     if not (sinks or config.remap is not None) or torch.compiler.is_compiling():
         return
-    cache_index, start = rows.columns.query, rows.columns.start
+    cache_index, start = rows.bounds.query, rows.bounds.start
     from_cache = torch.ones_like(start, dtype=torch.bool)
     if position_ids is not None:  # of one axis or several
         from_cache = (position_ids[..., -start.shape[1] :] == cache_index).reshape(-1, *start.shape).all(0)

@@ -5,7 +5,7 @@
 
 Each function edits the config in place and returns it. Where a model keeps settings per layer type, those of its
 full-attention layers are edited. In a built model this has no effect: its rotary tables exist already. train_length is the
-length that the model was trained at, by default read from its config.
+length that the model was trained at, in tokens or as "8k", by default read from its config.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from ..core.tracing import readable
-from ..slots.method import require_in, require_positive
+from ..slots.method import length_of, require_at_least, require_in, require_positive
 from .internals import buffers_of, children_of, modules_of
 from .trained_length import ORIGINAL, rope_settings, trained
 
 Config = TypeVar("Config")
 #: Stands for a frequency of 0: transformers divides by a factor, and 1 / NO_ROTATION is one that leaves no rotation.
 NO_ROTATION = 1e-12
+#: YaRN's parameters beside its factor, as transformers calls them.
+YARN = frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"})
 
 
 def prope(config: Config, fraction: float = 0.5, theta: float | None = None, effective_base: float | None = None) -> Config:
@@ -69,22 +71,38 @@ def nope(config: Config) -> Config:
     return prope(config, 0.0)
 
 
-def ntk(config: Config, factor: float, train_length: int | None = None) -> Config:
-    """Dynamic NTK: beyond the trained length L, θ' = θ (factor n / L - (factor - 1))^{d/(d-2)} (rope_type "dynamic")."""
+def ntk(config: Config, factor: float, train_length: int | str | None = None) -> Config:
+    """Dynamic NTK: beyond the trained length L, θ' = θ (factor n / L - (factor - 1))^{d/(d-2)} (rope_type "dynamic").
+
+    Raises:
+        ValueError: train_length is not the config's max_position_embeddings, from which transformers takes L.
+    """
+    counted = _text(config).max_position_embeddings
+    if train_length is not None and length_of(train_length) != counted:
+        raise ValueError(
+            f"dynamic NTK counts from the config's max_position_embeddings, {counted:,}, and not from train_length="
+            f"{train_length!r}: set that in the config, or take yarn or linear"
+        )
     return _scaled(config, "dynamic", factor, train_length)
 
 
-def linear(config: Config, factor: float, train_length: int | None = None) -> Config:
+def linear(config: Config, factor: float, train_length: int | str | None = None) -> Config:
     """Position interpolation: all positions divided by `factor` (rope_type "linear")."""
     return _scaled(config, "linear", factor, train_length)
 
 
-def yarn(config: Config, factor: float, train_length: int | None = None, **parameters: Any) -> Config:
-    """YaRN for `factor` times the trained length (rope_type "yarn"); it brings a temperature of its own."""
+def yarn(config: Config, factor: float, train_length: int | str | None = None, **parameters: Any) -> Config:
+    """YaRN for `factor` times the trained length (rope_type "yarn"); it brings a temperature of its own.
+
+    Raises:
+        ValueError: a parameter is none of transformers' (attention_factor, beta_fast, beta_slow, mscale, ...).
+    """
+    if unknown := sorted(parameters.keys() - YARN):
+        raise ValueError(f"YaRN has no parameter {', '.join(unknown)}; it has {', '.join(sorted(YARN))}")
     return _scaled(config, "yarn", factor, train_length, **parameters)
 
 
-def cope(config: Config, pairs: int | None = None, train_length: int | None = None) -> Config:
+def cope(config: Config, pairs: int | None = None, train_length: int | str | None = None) -> Config:
     """CoPE (arXiv:2602.05258): the `pairs` of lowest frequency fade out by a raised cosine (rope_type "longrope").
 
     Of these n pairs, k = 0 .. n-1 by falling frequency, ω_k' = ω_k (1 + cos(π k / (n-1))) / 2: the first keeps its frequency,
@@ -97,7 +115,7 @@ def cope(config: Config, pairs: int | None = None, train_length: int | None = No
         ValueError: there are not so many pairs.
     """
     text = _text(config)
-    known, share = trained(text, train_length=train_length).length, rope_settings(text).get("partial_rotary_factor", 1.0)
+    known, share = _trained_at(text, train_length), rope_settings(text).get("partial_rotary_factor", 1.0)
     rotated = int(_head_dim(text) * share) // 2
     pairs = round(20 / 64 * rotated) if pairs is None else pairs
     if pairs != int(pairs) or not 2 <= pairs <= rotated:
@@ -109,11 +127,15 @@ def cope(config: Config, pairs: int | None = None, train_length: int | None = No
     return _edit(config, {"rope_type": "longrope", ORIGINAL: known} | lists | unscaled)
 
 
-def _scaled(config: Config, rope_type: str, factor: float, train_length: int | None, **parameters: Any) -> Config:
-    if not factor >= 1:
-        raise ValueError(f"factor must be >= 1, got {factor!r}")
-    known = trained(_text(config), train_length=train_length).length
+def _scaled(config: Config, rope_type: str, factor: float, train_length: int | str | None, **parameters: Any) -> Config:
+    require_positive(factor=factor)
+    require_at_least(1, factor=factor)
+    known = _trained_at(_text(config), train_length)
     return _edit(config, {"rope_type": rope_type, "factor": factor, ORIGINAL: known} | parameters)
+
+
+def _trained_at(text: Any, train_length: int | str | None) -> int | None:
+    return trained(text, train_length=None if train_length is None else length_of(train_length)).length
 
 
 def _text(config: Any) -> Any:

@@ -21,7 +21,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -53,14 +53,9 @@ class AttentionState:
     tables: TableCache = field(default_factory=lambda: TableCache(TABLE_BYTES))
     strength: Tensor | None = None  # of the logit map once it is other than 1: compiled graphs read it when they run
     whole_config: LongAttnConfig | None = None  # what the model runs
-    arrangement: Arrangement | None = None  # of its layers when they were planned; copies have none, until their first pass
+    arrangement: Arrangement | None = None  # of its layers when its method came; copies have none, until their first pass
     layers: tuple[int, ...] = ()  # the numbers of `View.candidates`, as they were when the method came
     unverified: bool = False  # whether a rotation is yet to be verified, at the first call
-    # methods that modules which import this one define: `layer_methods` puts them in as it is imported
-    verify: ClassVar[Callable[[AttentionState, Any], None]]
-    renew: ClassVar[Callable[[AttentionState, Any], None]]
-    find_axes: ClassVar[Callable[[AttentionState, Any, int], None]]
-
     passes: tuple[RemovableHandle, ...] = ()  # hooks around a forward pass: see `passes.hook_passes`
     traced: Any = None  # the `ForwardContext` that a graph is traced through
     group: Any = None  # of the processes that share each of its sequences: see `engines.ulysses`; copies have none
@@ -151,14 +146,13 @@ class LayerMethod:
 
 
 class Arrangement(NamedTuple):
-    """A model's configs and the places of its layers, as they were when it was planned: each pass compares them, in a few
-    steps, with what they are then.
+    """A model's configs and the places of its layers when its method came; each pass compares them with what they are then.
 
     Args:
         described: the config of each attention module, and the `LongAttnConfig` that its record held.
-        children: the tables of children (`children_of`) of the modules from the innermost model to its attention, and of those
-            that hold a rotary module which a remap turns by; they change with them. None where its layers, or these, are
-            others than those that its method was put into.
+        children: the live child tables (`children_of`) of the modules from the innermost model to its attention, and of the
+            parents of rotary modules which a remap turns by. None where layers or rotary modules were already others than
+            those that the method was put into.
         held: what these tables held.
         attention: the `vars` of each attention module, which change with it.
         numbers: the `layer_idx` that each had.
@@ -172,12 +166,12 @@ class Arrangement(NamedTuple):
 
     @property
     def is_described(self) -> bool:
-        """True: all configs still hold what was planned; those that run no method need not."""
+        """True: all configs still hold what they did; those that run no method need not."""
         return all(raw_section(c) is held or not is_longattn_name(get_implementation(c)) for c, held in self.described)
 
     @property
     def is_current(self) -> bool:
-        """True: the model's layers are those that were planned, at their places and with their numbers."""
+        """True: the model's layers are the same, at their places and with their numbers."""
         if self.children is None or [x.get("layer_idx") for x in self.attention] != self.numbers:
             return False
         return [tuple(x.values()) for x in self.children] == self.held

@@ -17,6 +17,7 @@ from .internals import is_compiled, modules_of
 from .masks import ParsedMask
 from .numbering import UNKNOWN, Numbered
 from .state import AttentionState, method_of
+from .verify import verify_axes
 
 _AXES = "this call's tokens are at several positions each, as those of pictures are in a model with M-RoPE, and "
 COMPILED = _AXES + "a remap of rotary distances reads them where nothing is compiled: call without torch.compile"
@@ -31,7 +32,8 @@ _SOME_KEYS = (
 _ENDS = _AXES + "this one's position_ids do not continue where the KV cache ends: the positions of cached keys are unknown"
 _SAY = _AXES + "this one, behind pictures in the KV cache, has no position_ids: pass them"
 _BEFORE = (
-    "position_ids in a picture lie before those of the token with which its text starts: a remap does not know such pictures"
+    "position_ids in a picture lie before those of the token with which its text starts, and a remap has no distance for "
+    "them: put text before the picture, or take a method without a remap"
 )
 UNSEEN = (
     "the model's `forward` was run, or a layer by itself. This model does not tell its layers their position_ids, which are "
@@ -88,7 +90,7 @@ def check_token_axes(forward_pass: ForwardContext, state: AttentionState, model:
         raise NotImplementedError(COMPILED)
     sources = [method.rotary for method in changed if method.rotary is not None]
     if any(source.axis is None and not source.still for source in sources):
-        state.find_axes(model, 4 if forward_pass.numbers_text else 3)
+        verify_axes(state, model, 4 if forward_pass.numbers_text else 3)
 
 
 def carry_token_axes(original: Callable[..., Any], self: Cache, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +115,7 @@ def by_axis(seen: ParsedMask, rows: AttentionLayout, forward_pass: ForwardContex
         forward_pass.of_keys = torch.cat(
             [x.expand(3, batch, -1).to(forward_pass.axes.device) for x in (known, forward_pass.axes)], -1
         )
-    whole, index = forward_pass.of_keys.to(rows.index.device), rows.columns
+    whole, index = forward_pass.of_keys.to(rows.index.device), rows.bounds
     batch = max(whole.shape[1], len(rows.index))
 
     def at(which: Tensor) -> Tensor:  # (batch or 1, n)

@@ -25,7 +25,7 @@ import torch
 from hf_longattn import LongAttnConfig
 from hf_longattn.core.attend import attend
 from hf_longattn.core.call import Call
-from hf_longattn.core.geometry import AttentionLayout, Columns
+from hf_longattn.core.geometry import AttentionLayout, RowBounds
 from hf_longattn.evaluation.measures.diagnostics import Diagnostics
 from hf_longattn.evaluation.measures.sums import Options, Sums, collect
 from hf_longattn.evaluation.report.figures import COLOURS, MARKERS, png, pyplot
@@ -57,7 +57,7 @@ def simulate(config: LongAttnConfig, longest: int, samples: int, seed: int = 0) 
     """
     lengths = torch.tensor([2**k for k in range(4, int(math.log2(longest)) + 1)])
     last, none = lengths[None] - 1, torch.zeros(1, len(lengths), dtype=torch.int64)
-    index = Columns(last, none, none, none, last).stacked()
+    index = RowBounds(last, none, none, none, last).stacked()
     sums = {d: Sums(Options(what=("ranges",), delta=d)) for d in DELTAS[1:]}
     sums[DELTAS[0]] = Sums(Options(what=("ranges", "entropy", "mass", "outputs"), delta=DELTAS[0]))
     generator = torch.Generator().manual_seed(seed)

@@ -49,7 +49,7 @@ def causal(length: int) -> AttentionLayout:
 def long_rows(name: str) -> AttentionLayout:
     """Rows of 200 tokens, a batch of two: as they are, padded at the left, packed, and with one row that sees nothing."""
     rows = causal(200)
-    query, first, start, low, high = (x.expand(2, -1).clone() for x in rows.columns)
+    query, first, start, low, high = (x.expand(2, -1).clone() for x in rows.bounds)
     if name == "left padding":
         start[1], low[1] = 77, 77
     elif name == "packed":

@@ -92,7 +92,7 @@ def test_turned(interleaved: bool, at: slice | None) -> None:
     x, n = torch.randn(2, 4, 37, 8, generator=g), 37 if at is None else at.stop - at.start
     cos, sin = (torch.randn(1, n, 2, 3, generator=g) for _ in range(2))
     close(
-        programs.turned(x.transpose(1, 2).contiguous().transpose(1, 2), cos, sin, rotation.layout, at),
+        programs.turned(x.transpose(1, 2).contiguous().transpose(1, 2), cos, sin, rotation.features, at),
         rotate(rotation, x, cos, sin, at),
         1e-6,
     )

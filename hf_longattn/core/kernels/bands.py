@@ -17,11 +17,10 @@ from .kernel import KernelCall
 #: Rows whose ends come under a mask together: of what is masked more than half is computed for nothing. Fewer rows than SHORT
 #: that go on alike come under a mask with their neighbours.
 MASKED_ROWS, SHORT = 256, 64
-#: How the first and the last column that rows see go on from row to row: both stay, or rise by one, FIRST + LAST if both do;
-#: otherwise MIXED. BLIND rows see nothing.
+#: How a row's columns differ from those of the row before. STAY: not at all; LAST: the last is one further; FIRST: the first
+#: is; FIRST + LAST: both are; BLIND: neither row sees any; MIXED: otherwise.
 STAY, LAST, FIRST, BLIND, MIXED = 0, 1, 2, 4, 5
-#: Which pairs of a part are visible: all; in the first row the first column, in each row one more; in the first row every
-#: column, in each row one less, to the last column.
+#: Which pairs of a part are visible. ALL: every one; CAUSAL: in row r columns 0 to r; FALLING: in row r those from r on.
 ALL, CAUSAL, FALLING = "all", "causal", "falling"
 #: One of these three, or the first and the last of all keys that each row sees, int64 (rows,), for a mask.
 Shape: TypeAlias = "str | tuple[Tensor, Tensor]"

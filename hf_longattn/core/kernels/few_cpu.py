@@ -30,8 +30,8 @@ class FewOnCPU:
     """A `Computation` of few queries, in one of three ways:
 
     - `Fused`: PyTorch's sdpa, where nothing but a factor acts on queries.
-    - `Streamed`: its fused kernel on one segment after another, where logits are products of what is turned or normalised; in
-      half precision, which that kernel reads as it is, of several queries, or where it takes fewer steps.
+    - `Streamed`: its fused kernel, segment by segment, where logits are products of vectors, rotated or normalised ones too:
+      in half precision, for several queries, or for a single segment whose keys are used as they are.
     - `Dense`: the logits of all segments side by side, and one softmax; everything else.
 
     `Streamed` reads keys that are turned, or normalised, already. A layer whose cache keeps none (see `rotated_keys`) takes

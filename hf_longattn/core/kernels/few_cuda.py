@@ -25,7 +25,7 @@ class FewOnCUDA:
         query, rows, self.kv_len = plan.query, plan.rows, plan.kv_len
         device, turn, known = query.device, plan.rotation, readable(plan.rows.index)
         self.spec, self.fold, self.cosine, self.temper = plan.logits, plan.fold, plan.cosine, plan.temper
-        self.layout = None if turn is None else turn.layout
+        self.layout = None if turn is None else turn.features
         self.group = query.shape[1] // plan.key.shape[1]
         self.segments: list[programs.DeviceSegment] = []
         for segment in plan.segments:

@@ -38,6 +38,8 @@ def prepare(plan: AttentionPlan) -> BySegment:
 
 def why_not(plan: AttentionPlan) -> str | None:
     """The reason why fused kernels cannot compute a plan, or None; sdpa takes any mask, holding all pairs."""
+    if plan.logits.scaling <= 0:  # they scale what causality hides, -inf, too
+        return f"scaling is {plan.logits.scaling:g}, and fused kernels need one above 0"
     if plan.is_product:
         return None
     return "it has no dropout" if plan.dropout else _not_in_parts(plan)
@@ -303,9 +305,9 @@ run = operators.attention("fused", _attend, _gradients)
 
 
 def _preferred(plan: AttentionPlan) -> bool:
-    """The lower triangle; parts on a CPU, and on CUDA where rows may be read and no entropy is asked for.
-
-    On a CPU a temperature by entropy of rows that are not plain takes whole rows, and a score of its own float32.
+    """Prefer it for a plain product over the lower triangle. Else on CUDA where rows may be read and no temperature goes by
+    entropy; on a CPU unless such a temperature acts on rows that are not plain, or a score of a method's own on half precision
+    that the CPU is fast in.
     """
     if plan.is_product and plan.rows.plain is not None:
         return True

@@ -30,9 +30,10 @@ class KernelCall(NamedTuple):
 
     Args:
         query: (batch, heads, q_len, head_dim), any float dtype; logits are float32 (float64 for float64 inputs).
-        key, value: (batch, kv_heads, kv_len, head_dim).
-        value: None to leave the output empty, which saves its product.
-        seed: dropout's.
+        key, value: (batch, kv_heads, kv_len, head_dim); value None leaves the output empty, which saves its product.
+        rows: which keys each query sees, and how far away they are.
+        spec: how logits are made of scores.
+        dropout: the probability with which a weight becomes 0; seed: where its numbers start.
         with_lse, with_entropy: whether these are asked for; differentiable.
     """
 

@@ -83,7 +83,7 @@ def _tile(width: int, dtype: torch.dtype) -> tuple[int, int]:
     return (64 if width <= 64 else 32), 64 if width <= 128 else 32
 
 
-#: Which features are rotated together: `Rotation.layout`.
+#: Which features are rotated together: `Rotation.features`.
 Layout: TypeAlias = tuple[int, int, bool]
 
 

@@ -40,7 +40,7 @@ class _Rotated(torch.autograd.Function):
         ctx.arguments, ctx.dtype = (cos, sin, rotation, at), x.dtype
         if x.is_cuda and programs.why_not(x) is None:
             with contextlib.suppress(KernelFailure):
-                return programs.turned(x, cos, sin, rotation.layout, at)
+                return programs.turned(x, cos, sin, rotation.features, at)
         at = slice(0, x.shape[2]) if at is None else at
         out = x.new_empty(x.shape, dtype=cos.dtype)
         out[:, :, : at.start], out[:, :, at.stop :] = 0.0, 0.0

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ..geometry import Columns
+from ..geometry import RowBounds
 from .kernel import MASK_VALUE, KernelCall
 
 #: Logits held at a time (elements, 4 bytes each): about what the caches of a small machine take.
@@ -57,9 +57,9 @@ class TiledCall:
         self.value = None if value is None else value.to(value.dtype if half else self.dtype).contiguous()
         self.row_scale, self.bias_scale = (None if x is None else self.grouped(x.to(self.dtype)[..., None]) for x in scales)
         index = rows.index.expand(self.batch, -1, -1)
-        self.columns, self.bounds = Columns(*index.unbind(-1)), index.to("cpu")
+        self.bounds, self.on_host = RowBounds(*index.unbind(-1)), index.to("cpu")
         self.allowed = None if rows.allowed is None else rows.allowed.expand(self.batch, -1, self.q_len, self.kv_len)
-        bounds = Columns(*self.bounds.unbind(-1))
+        bounds = RowBounds(*self.on_host.unbind(-1))
         self.key_start = int(bounds.key_start[0, 0])
         self.gain = self.bias = self.ids = None
         self.hides_future = False
@@ -90,7 +90,7 @@ class TiledCall:
         held, least = (BLOCK_ELEMENTS, 16) if self.temper is None else (ROW_ELEMENTS, max(TEMPERED_ROWS // self.group, 16))
         if self.kv_heads * self.group * self.q_len * self.kv_len <= held:
             return self.kv_heads, self.q_len, self.kv_len
-        bounds = Columns(*self.bounds.unbind(-1))
+        bounds = RowBounds(*self.on_host.unbind(-1))
         width = max(min(int((bounds.high - bounds.low).max()) + 1, self.kv_len), 1)
         columns = TILE_COLUMNS if width > WHOLE_COLUMNS and self.temper is None else self.kv_len
         width = min(width, columns)
@@ -114,7 +114,7 @@ class TiledCall:
         """The blocks in which some row sees a key."""
         number = 0
         for b in range(self.batch):
-            bounds = [_bounds(rows, self.kv_len) for rows in self.bounds[b].split(self.rows_at_once)]
+            bounds = [_bounds(rows, self.kv_len) for rows in self.on_host[b].split(self.rows_at_once)]
             for h0 in range(0, self.kv_heads, self.heads_at_once):
                 h = slice(h0, min(h0 + self.heads_at_once, self.kv_heads))
                 for r0, own in zip(range(0, self.q_len, self.rows_at_once), bounds, strict=True):
@@ -199,12 +199,12 @@ class TiledCall:
 
 #: Of the rows of a block: least and most of each column of `AttentionLayout.index`; the last row's cache index; whether one of
 #: them at least is fully masked.
-_Bounds: TypeAlias = tuple[Columns, Columns, int, bool]
+_Bounds: TypeAlias = tuple[RowBounds, RowBounds, int, bool]
 
 
 def _bounds(rows: Tensor, kv_len: int) -> _Bounds:
-    own = Columns(*rows.unbind(-1))
-    least, most = (Columns(*x.tolist()) for x in rows.aminmax(dim=0))
+    own = RowBounds(*rows.unbind(-1))
+    least, most = (RowBounds(*x.tolist()) for x in rows.aminmax(dim=0))
     fully_masked = own.low.clamp(min=least.key_start) > own.high.clamp(max=least.key_start + kv_len - 1)
     return least, most, int(own.query[-1]), bool(fully_masked.any())
 
@@ -264,7 +264,7 @@ class Tile:
         )
         if c0 >= c1:
             return None
-        start = self.tiled.columns.start[self.b, self.r].flip(0)
+        start = self.tiled.bounds.start[self.b, self.r].flip(0)
         offset = torch.arange(first + c0, first + c1, device=self.query.device) - start[:, None]
         return slice(c0, c1), (offset >= 0) & (offset < sinks)
 
@@ -308,10 +308,10 @@ class Tile:
         first = tiled.key_start + self.c.start
         if (width := self.most.low - first) > 0:
             indices = torch.arange(first, first + min(width, self.shape[3]), device=s.device)
-            s[..., :width].masked_fill_(indices < tiled.columns.low[self.b, self.r, None].flip(0), MASK_VALUE)
+            s[..., :width].masked_fill_(indices < tiled.bounds.low[self.b, self.r, None].flip(0), MASK_VALUE)
         if not tiled.hides_future and (begin := max(self.least.high + 1 - first, 0)) < self.shape[3]:
             indices = torch.arange(first + begin, first + self.shape[3], device=s.device)
-            s[..., begin:].masked_fill_(indices > tiled.columns.high[self.b, self.r, None].flip(0), MASK_VALUE)
+            s[..., begin:].masked_fill_(indices > tiled.bounds.high[self.b, self.r, None].flip(0), MASK_VALUE)
         if (allowed := self.allowed()) is not None:
             s.masked_fill_(~allowed, MASK_VALUE)
 

@@ -15,10 +15,10 @@ units of ln 2, so that exp2 serves. Offsets that grow with batch, head or length
 import triton
 import triton.language as tl
 
-from ..geometry import Columns
+from ..geometry import RowBounds
 
-WIDTH = tl.constexpr(len(Columns._fields))
-_AT = {name: tl.constexpr(n) for n, name in enumerate(Columns._fields)}
+WIDTH = tl.constexpr(len(RowBounds._fields))
+_AT = {name: tl.constexpr(n) for n, name in enumerate(RowBounds._fields)}
 QUERY, KEY_START, START, LOW, HIGH = (_AT[name] for name in ("query", "key_start", "start", "low", "high"))
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 #: Polynomials are known at every STEP-th distance; their records hold the degrees one after the other, see `triton._fits`.

@@ -57,7 +57,7 @@ def blocks(call: Call, chosen: Tensor | None = None) -> Iterator[Block]:
         chosen = torch.arange(rows.index.shape[1], device=rows.index.device)
     for which in chosen.split(max(1, LOGITS // (batch * heads * kv_len))):
         block = rows.take(which)
-        keys = max(1, int(block.columns.high.max() - block.columns.key_start[0, 0]) + 1)
+        keys = max(1, int(block.bounds.high.max() - block.bounds.key_start[0, 0]) + 1)
         logits, visible = _logits(calls, which, keys)
         temperature = logits.new_full((), 1.0 if factor is None else factor) if not isinstance(factor, Tensor) else factor
         temperature = temperature.expand(batch, heads, rows.index.shape[1])[:, :, which]

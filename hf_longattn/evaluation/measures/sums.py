@@ -85,7 +85,7 @@ class Sums:
         Args:
             output: (batch, heads, q_len, head_dim), the call's; read where the options ask for outputs.
         """
-        position = call.rows.columns.query - call.rows.columns.start + 1
+        position = call.rows.bounds.query - call.rows.bounds.start + 1
         real = call.rows.tokens(call.key.shape[2])
         group = torch.frexp(position.double()).exponent - 1
         groups = torch.nn.functional.one_hot(group.clamp(0, GROUPS - 1).long(), GROUPS) * real[..., None]
@@ -163,7 +163,7 @@ class Sums:
     def _at(block: Block, log_p: Tensor, first: int, last: int) -> Tensor:
         """`log_p` of the keys first .. last - 1 tokens back, (batch, heads, n, last - first), MASK_VALUE where none is."""
         back = torch.arange(first, last, device=block.logits.device)
-        column = (block.rows.columns.query - block.rows.columns.key_start)[..., None] - back
+        column = (block.rows.bounds.query - block.rows.bounds.key_start)[..., None] - back
         there = (column >= 0) & (column < block.logits.shape[-1])
         at = column.clamp(0, block.logits.shape[-1] - 1)[:, None].expand(*block.logits.shape[:3], -1)
         return log_p.gather(-1, at).masked_fill_(~there[:, None], MASK_VALUE)

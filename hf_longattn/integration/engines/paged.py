@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
-from ...core.geometry import AttentionLayout, Columns
+from ...core.geometry import AttentionLayout, RowBounds
 from ..caches import PAGES
 from ..forward_context import LayerCall
 from ..internals import get_implementation
@@ -112,7 +112,7 @@ def batches_of(starts: Tensor, total: Tensor, window: int | None, device: torch.
         own = kv_len - q_len + torch.arange(q_len, device="cpu")
         zero = torch.zeros_like(own)
         low = zero if window is None else (own - window + 1).clamp(min=0)
-        index = Columns(own, zero, zero + kv_len - total[requests, None], low, own).stacked()
+        index = RowBounds(own, zero, zero + kv_len - total[requests, None], low, own).stacked()
         columns = torch.arange(int(kv_len.max()), device="cpu")
         keys = first_k + torch.minimum(columns, kv_len - 1)
         queries = first_q + torch.arange(q_len, device="cpu")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_to_all_single  # the one with a gradient
 
-from ...core.geometry import AttentionLayout, Columns
+from ...core.geometry import AttentionLayout, RowBounds
 from ..forward_context import LayerCall
 from ..internals import deepspeed_group
 from ..state import method_of, state_of
@@ -152,6 +152,6 @@ def rows_of(position_ids: Tensor, window: int | None, world: int, kept: dict[Any
     start[:, 1:] = torch.where(step <= 0, index[:, 1:], 0)
     start = start.cummax(-1).values
     low = start if window is None else torch.maximum(start, index - window + 1)
-    rows = AttentionLayout(Columns(index, torch.zeros_like(index), start, low, index).stacked())
+    rows = AttentionLayout(RowBounds(index, torch.zeros_like(index), start, low, index).stacked())
     kept["whole", window] = position_ids, rows
     return rows
