@@ -12,14 +12,14 @@ from torch import nn
 from .integration.internals import get_implementation
 from .integration.layer_methods import put
 from .integration.layers import View
-from .integration.model import Method, Model, apply, change, no_untrained_warning, uninstall
+from .integration.model import MethodLike, Model, apply, change, no_untrained_warning, take_out
 from .integration.names import name_for
 from .integration.parameters import attach
 from .slots.learned import container_of
 
 
 @contextmanager
-def using(model: Model, method: Method | list[Method] | tuple[Method, ...], **parameters: Any) -> Iterator[Model]:
+def using(model: Model, method: MethodLike | list[MethodLike] | tuple[MethodLike, ...], **parameters: Any) -> Iterator[Model]:
     """A method in a model for as long as the `with` is open; `model` is what `as` gets.
 
         with hf_longattn.using(model, "rerope"):
@@ -52,7 +52,7 @@ class AsItWas:
         self.name = get_implementation(view.model.config)
         self.parts = {x.module: container_of(x.module) for x in view.layers}
 
-    def put(self, method: Method | list[Method] | tuple[Method, ...], **parameters: Any) -> None:
+    def put(self, method: MethodLike | list[MethodLike] | tuple[MethodLike, ...], **parameters: Any) -> None:
         """`apply`, without its warning of learned parts that go: they come back."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "dropping the trained parameters")
@@ -68,7 +68,7 @@ class AsItWas:
                     if kept is not None:
                         layer.module.longattn = kept
             if self.config is None or view.target is None:
-                uninstall(view)
+                take_out(view)
             elif view.running is not self.config:  # equal ones may reach differently far
                 put(view, self.config, name_for(self.config.name))
         if self.config is None and get_implementation(view.model.config) != self.name:

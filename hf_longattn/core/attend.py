@@ -84,7 +84,7 @@ def attention(
 
 
 def reference_attention(*args: Any, backend: str = "reference", **kwargs: Any) -> Tensor:
-    """`attention` by its definition, in the dtype it is given; the same arguments."""
+    """`attention` by its definition, in the dtype it is given; the same arguments but for `backend`."""
     if backend != "reference":
         raise ValueError(f"reference_attention is the reference; backend={backend!r} belongs to hf_longattn.attention")
     return attention(*args, **kwargs | {"backend": backend})

@@ -1,4 +1,4 @@
-"""The only package that imports transformers: names, masks, dispatch, models, and the few patches."""
+"""The way into transformers' models: names, masks, dispatch, models, and what is wrapped."""
 
 from . import rope
 from .dispatch import attention_forward

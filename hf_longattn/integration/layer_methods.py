@@ -209,7 +209,7 @@ def _refuse_model(view: View, config: LongAttnConfig) -> None:
     """Raise for a model that no method can go into, whatever its layers: they all get one mask."""
     cannot = f"{config.name if config.methods else 'a method'} cannot go into {view.name}: "
     refuse_both_ways(view.target, cannot)
-    if why := next((why for x in view.candidates if (why := x.own_mask)), None):
+    if why := next((why for x in view.candidates if (why := x.why_not_our_mask)), None):
         raise ValueError(f"{cannot}{why}. It could not read the mask that a method puts in that one's place")
 
 

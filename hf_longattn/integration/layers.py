@@ -73,7 +73,7 @@ class Layer:
         return None if getattr(self.module, "is_causal", True) else "not causal"
 
     @property
-    def own_mask(self) -> str | None:
+    def why_not_our_mask(self) -> str | None:
         """Why the module cannot run under our mask: what it does to Transformers' own before attention. None: nothing."""
         return next((why for name, why in _READERS.items() if getattr(self.module, name, None) is not None), None)
 

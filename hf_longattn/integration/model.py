@@ -34,14 +34,14 @@ from .trained_length import GIVEN, Trained, published, recorded
 
 Model = TypeVar("Model", bound=nn.Module)
 #: What `LongAttnConfig.parse` takes.
-Method = str | Mapping[str, Any] | LongAttnConfig
+MethodLike = str | Mapping[str, Any] | LongAttnConfig
 
 
 class UntrainedWarning(UserWarning):
     """A pretrained model is run under a method that makes it worse until it is trained with it."""
 
 
-def apply(model: Model, method: Method | list[Method] | tuple[Method, ...], **parameters: Any) -> Model:
+def apply(model: Model, method: MethodLike | list[MethodLike] | tuple[MethodLike, ...], **parameters: Any) -> Model:
     """Put a method into a model, in place; or several, into different layers.
 
     Args:
@@ -168,7 +168,7 @@ def remove(model: Model) -> Model:
         ValueError: there is nothing to remove.
     """
     with change(model) as view:
-        if not uninstall(view):
+        if not take_out(view):
             runs = get_implementation(view.model.config)
             raise ValueError(f"{view.name} runs {runs!r}; there is nothing to remove")
     return model
@@ -204,7 +204,7 @@ def say_what_runs(model: nn.Module) -> LongAttnConfig | None:
     return runs
 
 
-def uninstall(view: View) -> bool:
+def take_out(view: View) -> bool:
     """Let a model run what it ran before any method; whether there was one."""
     configs = without_method(view)
     for c, implementation in configs:

@@ -732,7 +732,7 @@ def test_keys_are_cut_for_threads(
         logits = query.double() @ every[0].mT * 0.3
         want = torch.softmax(logits, -1) @ every[1]
         close(few_queries(query, key, value, scaling=0.3).transpose(1, 2).double(), want, tolerance)
-        out, lse = sdpa.few(query.reshape(1, shared, -1, 16), key, value, None, 0.3)
+        out, lse = sdpa.few_queries_with_lse(query.reshape(1, shared, -1, 16), key, value, None, 0.3)
         assert out.dtype == dtype
         close(out.reshape(query.shape).double(), want, tolerance)
         close(lse.reshape(logits.shape[:3]).double(), logits.logsumexp(-1), tolerance)

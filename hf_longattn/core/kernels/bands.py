@@ -56,7 +56,7 @@ class Part(NamedTuple):
         """True if a mask says which pairs are visible."""
         return not isinstance(self.shape, str)
 
-    def visible(self, device: torch.device) -> tuple[bool, Tensor | None]:
+    def mask(self, device: torch.device) -> tuple[bool, Tensor | None]:
         """Tell whether attention is causal, and make the mask of hidden pairs or None, as `sdpa` asks for them."""
         if isinstance(self.shape, str):
             return self.shape != ALL, None

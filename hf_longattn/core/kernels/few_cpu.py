@@ -15,7 +15,7 @@ from ..rotary import Angles
 from ..rotated_keys import WORTH, Keep, RotatedKeys
 from .by_segment import merge_outputs
 from .kernel import MASK_VALUE, Result, entropy
-from .sdpa import few, few_queries
+from .sdpa import few_queries, few_queries_with_lse
 from .visible_keys import SeenSegment, Turns, VisibleKeys, by_key_head, norms, visible_keys
 
 #: Elements of keys that are worked on at a time where more than a product is to be done with them: what a core's cache holds.
@@ -29,7 +29,7 @@ Factor: TypeAlias = float | Tensor | None
 class FewOnCPU:
     """A `Computation` of few queries, in one of three ways:
 
-    - `Fused`: PyTorch's sdpa, where nothing but a factor acts on queries.
+    - `Plain`: PyTorch's sdpa, where nothing but a factor acts on queries.
     - `Streamed`: its fused kernel, segment by segment, where logits are products of vectors, rotated or normalised ones too:
       in half precision, for several queries, or for a single segment whose keys are used as they are.
     - `Dense`: the logits of all segments side by side, and one softmax; everything else.
@@ -50,12 +50,12 @@ class FewOnCPU:
         streams = query.dtype.itemsize == 2 or query.shape[2] > 1 or (len(keys.segments) == 1 and not makes_keys)
         streams &= products and (plan.fold is None or plan.cosine is not None) and query.shape[3] == plan.value.shape[3]
         #: of layers whose turned keys are kept, and of others; None: no key is visible
-        self.way: Fused | Streamed | Dense | None = None
-        self.way_without_kept: Fused | Streamed | Dense | None = None
+        self.way: Plain | Streamed | Dense | None = None
+        self.way_without_kept: Plain | Streamed | Dense | None = None
         if not keys.segments:
             return
         if fuses:
-            self.way = self.way_without_kept = Fused(plan, keys)
+            self.way = self.way_without_kept = Plain(plan, keys)
         elif streams:
             self.way = streamed = Streamed(plan, keys)
             self.way_without_kept = Dense(plan, keys, streamed.turns) if makes_keys else streamed
@@ -72,7 +72,7 @@ class FewOnCPU:
         way = self.way_without_kept if kept is None else self.way
         if way is None:
             return query.new_zeros(*query.shape[:3], value.shape[3])
-        if isinstance(way, Fused) or not torch.is_autocast_enabled("cpu"):  # sdpa is as wide as that of the model itself
+        if isinstance(way, Plain) or not torch.is_autocast_enabled("cpu"):  # sdpa is as wide as that of the model itself
             out = way.run(query, key, value, factor, sinks, kept)
         else:
             with torch.autocast("cpu", enabled=False):  # products are to be as wide as logits
@@ -91,7 +91,7 @@ def _kept_under(plan: AttentionPlan, keys: VisibleKeys) -> Hashable:
     return plan.method_id, plan.rotation, plan.key.dtype, tuple(places)
 
 
-class Fused:
+class Plain:
     """Run sdpa on queries times their factor."""
 
     def __init__(self, plan: AttentionPlan, keys: VisibleKeys) -> None:
@@ -131,7 +131,7 @@ class Streamed:
             # of the two queries that meet the parts of a key the first, since keys are turned; autocast halves values alone
             turned = turned[..., : query.shape[3]].to(query.dtype).view(*key.shape[:2], -1, query.shape[3])
             made = keys.turned_keys(segment, key, kept, self.cosine is not None)
-            out, lse = few(turned, made.to(query.dtype), values.to(query.dtype), bias, scaling)
+            out, lse = few_queries_with_lse(turned, made.to(query.dtype), values.to(query.dtype), bias, scaling)
             results.append((out.reshape(*query.shape[:3], -1), lse.reshape(query.shape[:3]), lse))
         return merge_outputs(results, sinks)
 

@@ -23,9 +23,9 @@ class FewOnCUDA:
 
     def __init__(self, plan: AttentionPlan) -> None:
         query, rows, self.kv_len = plan.query, plan.rows, plan.kv_len
-        device, turn, known = query.device, plan.rotation, readable(plan.rows.index)
+        device, rotation, known = query.device, plan.rotation, readable(plan.rows.index)
         self.spec, self.fold, self.cosine, self.temper = plan.logits, plan.fold, plan.cosine, plan.temper
-        self.layout = None if turn is None else turn.features
+        self.layout = None if rotation is None else rotation.features
         self.group = query.shape[1] // plan.key.shape[1]
         self.segments: list[programs.DeviceSegment] = []
         for segment in plan.segments:
@@ -35,7 +35,7 @@ class FewOnCUDA:
             tensors = own.allowed, own.query_ids, own.key_ids
             allowed, query_ids, key_ids = (None if x is None else sent(x, device) for x in tensors)
             turns = ((segment.query, rows.query_places()), (segment.key, rows.key_places(self.kv_len)))
-            angles = (None if turn is None else turn.kept_angles(at, plan.tables, device) for turn, at in turns)
+            angles = (None if delta is None else delta.kept_angles(at, plan.tables, device) for delta, at in turns)
             self.segments.append(programs.DeviceSegment(own.packed(device), allowed, query_ids, key_ids, *angles))
         self._known: dict[Hashable, list[programs.Launch]] = {}
 

@@ -127,7 +127,7 @@ def _output(
         for part in own:
             masked = masked or part.masked
             (own_query,), (own_key, own_value) = part.of_rows(query[n]), part.of_columns(key[n], value)
-            result = sdpa.forward(own_query, own_key, own_value, *part.visible(own_query.device), scaling)
+            result = sdpa.forward(own_query, own_key, own_value, *part.mask(own_query.device), scaling)
             new, new_lse = (part.ordered(x) for x in result)
             place = part.batch, slice(None), part.rows
             if part.first and n == 0:
@@ -197,7 +197,7 @@ def _input_gradients(
             own_d, own_query, own_out, own_lse = part.of_rows(d_out, query[n], out, lse)
             own_key, own_value = part.of_columns(key[n], value)
             sees = own_d, own_query, own_key, own_value, own_out, own_lse
-            visible = part.visible(own_query.device)
+            visible = part.mask(own_query.device)
             d_query, *d_columns = (part.ordered(d) for d in sdpa.backward(*sees, *visible, scaling))
             place, columns = (part.batch, slice(None), part.rows), (part.batch, slice(None), part.columns)
             if part.first:

@@ -9,6 +9,8 @@ from typing import Any, TypeAlias, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
+from ..geometry import AttentionLayout
+from ..plan import LogitSpec
 from ..tracing import keepable, readable
 from .kernel import KernelCall, Result
 
@@ -22,13 +24,16 @@ NO_FORWARD = "the {} kernel has no forward mode (jvp): take gradients backward, 
 _TYPES: dict[Any, str] = {
     **{Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", float: "float", float | None: "float?", bool: "bool"}
 }
-_FIELDS: dict[type, dict[str, Any]] = {}
+#: What is laid flat: the annotations of each kind's fields; those that begin with _ stay behind. A dict, which Dynamo reads.
+_FIELDS: dict[type, dict[str, Any]] = {
+    kind: {n: t for n, t in get_type_hints(kind).items() if not n.startswith("_")}
+    for kind in (KernelCall, AttentionLayout, LogitSpec)
+}
 
 
 def schema(kind: type) -> str:
-    """An operator's arguments that stand for an object, from its annotations; fields that begin with _ stay behind."""
-    _FIELDS[kind] = fields = {n: t for n, t in get_type_hints(kind).items() if not n.startswith("_")}
-    return ", ".join(f"{_TYPES[t]} {name}" if t in _TYPES else schema(t) for name, t in fields.items())
+    """An operator's arguments that stand for an object."""
+    return ", ".join(f"{_TYPES[t]} {name}" if t in _TYPES else schema(t) for name, t in _FIELDS[kind].items())
 
 
 @functools.cache

@@ -61,7 +61,7 @@ def few_queries(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None =
     batch, heads, q_len, width = query.shape
     together = query.reshape(batch, key.shape[1], -1, width)
     if mask is None and not torch.is_grad_enabled() and width == value.shape[3] and pieces(key) > 1:
-        out, _ = few(together, key, value, None, width**-0.5 if scaling is None else scaling)
+        out, _ = few_queries_with_lse(together, key, value, None, width**-0.5 if scaling is None else scaling)
     else:
         out = torch.nn.functional.scaled_dot_product_attention(together, key, value, mask, scale=scaling)
     if q_len == 1:  # in one step, of which a decoded token takes one in each layer
@@ -121,7 +121,9 @@ def forward(
     return out, lse[..., : query.shape[2]]
 
 
-def few(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
+def few_queries_with_lse(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float
+) -> tuple[Tensor, Tensor]:
     """`forward` of few queries on a CPU, without gradients: keys in as many pieces as its threads can share evenly.
 
     The kernel gives whole heads to a thread, so that with one key head all other threads would wait.
