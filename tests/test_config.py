@@ -292,6 +292,8 @@ def test_what_is_written_of_methods_is_read_again(names: str) -> None:
     assert preset(written(bound.methods)).methods == bound.methods
     several = preset("rerope+infoscale", window=9)
     assert written(several.methods, ["window"]) == "rerope+infoscale:window=9"
+    apart = preset("cosscale+logn").bind(FACTS)  # a scale each: a number, and None
+    assert preset(written(apart.methods)).methods == apart.methods
     stacked = several.replace(temperature={"name": "infoscale", "stack": True}).methods
     assert written(stacked, ["window", "stack"]) == "rerope:window=9:stack=false, infoscale:stack=true"
     assert (

@@ -32,7 +32,7 @@ class Call:
         sink_logits: (heads,), the model's learned sinks: exp(sink) is one more term in the denominator of every softmax,
             beside that of a method; no method acts on it.
         backend: "auto" takes `config.backend`; any other name stands in its place.
-        tables: where tables are kept for the next call: a model's own, or the cache that all calls without one share.
+        tables: where tables are kept for the next call, a model's own; default a cache that all calls without one share.
         strength: the logit map's, in place of the config's: a number that a compiled graph reads when it runs.
         method_id: an object that stands for config, rotation and backend: the same where all are equal, and quicker to
             compare. None: they themselves are compared, and no rotated keys are kept.
@@ -51,7 +51,7 @@ class Call:
     rotation: Rotation | None = None
     sink_logits: Tensor | None = None
     backend: str = "auto"
-    tables: TableCache = SHARED
+    tables: TableCache | None = None  # Dynamo wraps no default that is an object
     strength: Tensor | None = None
     method_id: Hashable = None
     keep: Keep | None = None
@@ -72,6 +72,11 @@ class Call:
     def asked(self) -> str:
         """The backend that the caller, or else the config, names, or "auto"."""
         return self.config.backend if self.backend == "auto" else self.backend
+
+    @property
+    def cache(self) -> TableCache:
+        """The cache in which its tables are kept."""
+        return SHARED if self.tables is None else self.tables
 
     @property
     def trains(self) -> bool:

@@ -29,7 +29,7 @@ def lower(call: Call) -> AttentionPlan:
     logits = LogitSpec(float(call.scaling), call.softcap)
     if (logit_map := config.logit_map) is not None:
         length = table_length(call.rows, call.kv_len)
-        gain, bias = distance_tables(logit_map, query.shape[1], length, query, call.tables, call.strength)
+        gain, bias = distance_tables(logit_map, query.shape[1], length, query, call.cache, call.strength)
         logits = LogitSpec(logits.scaling, call.softcap, gain, bias, sinks=logit_map.sink_tokens)
     plan = AttentionPlan(
         query=Operand.of(query),
@@ -40,7 +40,7 @@ def lower(call: Call) -> AttentionPlan:
         logits=logits,
         finish=functools.partial(finish, config),
         sinks=functools.partial(joint_sinks, config),
-        tables=call.tables,
+        tables=call.cache,
         learned=learned,
         model_sinks=call.sink_logits is not None,
         names={method.slot: method.name for method in config.methods},

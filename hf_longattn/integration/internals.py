@@ -1,7 +1,8 @@
 """The door to Transformers: each fact that it does not promise is one function, tested by tests/integration/test_internals.py.
 
-`patches.py` beside it names the functions of Transformers that are wrapped. Other modules use names without an underscore. A test that
-fails here on a new release says which function to write anew. Facts of torch's modules, accelerate and DeepSpeed stand below.
+`patches.py` beside it names the functions of Transformers that are wrapped. Other modules use names without an
+underscore. A test that fails here on a new release says which function to write anew. Facts of torch's modules, accelerate and
+DeepSpeed stand below.
 """
 
 from __future__ import annotations

@@ -370,3 +370,36 @@ def test_positions_that_differ_in_the_padding_alone_are_those_of_indices(inside:
     simple = rows.at(query_ids, key_ids).simplified(n)
     assert simple.allowed is None
     assert (simple.key_ids is None) is not inside
+
+
+@pytest.mark.parametrize("scaling", [0.0, -0.7])
+@pytest.mark.parametrize("case", ["logn", "rerope", "attention_sink"])
+def test_a_scaling_that_is_not_positive(case: str, scaling: float) -> None:
+    """PyTorch's fused kernels scale what causality hides, -inf, too: 0 gives nan, and less than 0 the wrong keys."""
+    agree(inputs(), CONFIGS[case], scaling=scaling)
+    with pytest.raises(ValueError, match="fused kernels need one above 0"):
+        hf_longattn.attention(*inputs(), CONFIGS[case], scaling, backend="fused", rotation=rotation(inputs()[0].shape[-1]))
+
+
+def test_attention_refuses_what_does_not_fit() -> None:
+    query, key, value = inputs()
+    heads, d = query.shape[1], query.shape[-1]
+    for sinks in (torch.zeros(1), torch.zeros(heads + 1)):
+        with pytest.raises(ValueError, match=rf"must be \(heads,\), one for each of {heads} query heads"):
+            hf_longattn.attention(query, key, value, CONFIGS["logn"], sink_logits=sinks)
+    with pytest.raises(ValueError, match=f"rotation turns features up to {2 * d} of a head_dim of {d}"):
+        hf_longattn.attention(query, key, value, CONFIGS["rerope"], rotation=rotation(2 * d))
+
+
+def test_positions_in_a_graph() -> None:
+    """Read by the graph as it runs."""
+    query, key, value = inputs(q=9, k=9)
+    ids = torch.arange(9)[None] * 2
+
+    def call(ids: Tensor) -> Tensor:
+        return hf_longattn.attention(query, key, value, CONFIGS["scale_invariant"], position_ids=ids)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    close(compiled(ids), call(ids), 1e-10)
+    with pytest.raises(RuntimeError, match="position_ids must grow"):
+        compiled(ids.flip(1))

@@ -142,6 +142,12 @@ def test_only_full_attention_layers_are_edited() -> None:
     assert (built.sliding_attention_inv_freq > 0).all()
 
 
+def test_a_trained_length_in_words() -> None:
+    named, counted = (build(rope.yarn(short(), 4.0, train_length=n)).model.rotary_emb.inv_freq for n in ("1k", 1024))
+    assert named.equal(counted)
+    assert not named.equal(build(rope.yarn(short(), 4.0)).model.rotary_emb.inv_freq)
+
+
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="no rotary position encoding"):
         rope.yarn(model_config("gpt2"), 2.0)
@@ -149,6 +155,17 @@ def test_refusals() -> None:
         rope.linear(rope.yarn(short(), 2.0), 2.0)
     with pytest.raises(ValueError, match="factor must be >= 1"):
         rope.ntk(short(), 0.5)
+    with pytest.raises(ValueError, match="factor must be a finite number"):
+        rope.yarn(short(), math.inf)
+    with pytest.raises(ValueError, match="YaRN has no parameter beta_fest; it has attention_factor, beta_fast"):
+        rope.yarn(short(), 4.0, beta_fest=3)
+    for train_length in (-1, "8x"):
+        with pytest.raises(ValueError, match="is not a length; write 32768, 32k or 1M"):
+            rope.yarn(short(), 4.0, train_length=train_length)
+    with pytest.raises(
+        ValueError, match=f"counts from the config's max_position_embeddings, {LENGTH}, and not from train_length"
+    ):
+        rope.ntk(short(), 4.0, train_length=LENGTH // 2)
     with pytest.raises(ValueError, match="fraction"):
         rope.prope(short(), 1.5)
     with pytest.raises(ValueError, match=f"from 2 to the {PAIRS} that the model rotates"):
