@@ -37,7 +37,7 @@ from .internals import MaskInterval, interval_of
 INDEX_WIDTH = 6
 
 
-BOTH_WAYS = "the model attends in both directions ({}), and methods are defined for causal attention only"
+BOTH_WAYS = "the model reads in both directions ({}), and methods are defined for causal attention only"
 
 
 def both_ways(config: Any) -> str | None:

@@ -390,14 +390,14 @@ def test_missing_mask_raises() -> None:
 def test_reading_in_both_directions_is_refused() -> None:
     """transformers makes encoders of decoders by config.is_causal; beside padding it hands a mask on that shows the future."""
     m, ids = fresh("llama", CONFIG), tokens(1, 9)
-    with pytest.raises(ValueError, match="read in both directions"):
+    with pytest.raises(ValueError, match="reads in both directions"):
         m(ids, is_causal=False)
     m.config.is_causal = False
     for given in ({}, {"attention_mask": torch.ones_like(ids)}):
-        with pytest.raises(ValueError, match="read in both directions"):
+        with pytest.raises(ValueError, match="reads in both directions"):
             m(ids, **given)
     hf_longattn.remove(m)
-    with pytest.raises(ValueError, match=r"cannot go into LlamaForCausalLM.*read in both directions"):
+    with pytest.raises(ValueError, match=r"cannot go into LlamaForCausalLM.*reads in both directions"):
         hf_longattn.apply(m, CONFIG)
 
 
@@ -406,10 +406,10 @@ def test_a_decoder_that_is_made_an_encoder_later_is_refused() -> None:
     """By other flags, which models read in every call: Gemma 3's and those of BERT and its like."""
     m, ids = fresh("gemma3", CONFIG), tokens(2, 9)
     m.config.use_bidirectional_attention = True
-    with pytest.raises(ValueError, match=r"read in both directions \(use_bidirectional_attention=True\)"):
+    with pytest.raises(ValueError, match=r"reads in both directions \(use_bidirectional_attention=True\)"):
         m(ids)
     hf_longattn.remove(m)
-    with pytest.raises(ValueError, match=r"cannot go into Gemma3ForCausalLM.*read in both directions"):
+    with pytest.raises(ValueError, match=r"cannot go into Gemma3ForCausalLM.*reads in both directions"):
         hf_longattn.apply(m, CONFIG)
     for name in ("bert", "roberta"):
         m = AutoModelForCausalLM.from_config(tiny(tiny_families()[name])).eval()
