@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .integration import remove as remove
     from .integration import rope as rope
     from .integration import update as update
+    from .integration.engines.ulysses import split_sequence as split_sequence
     from .integration.skip_masks import masks_of_jumps as masks_of_jumps
     from .methods.adaptive_temperature import fit_adaptive_temperature as fit_adaptive_temperature
     from .sharing.hub import merge as merge
@@ -58,6 +59,7 @@ _NAMES = {
     "extension": ("extend",),
     "sharing.hub": ("merge", "push", "save"),
     "integration": ("Description", "UntrainedWarning", "apply", "get_config", "describe", "remove", "rope", "update"),
+    "integration.engines.ulysses": ("split_sequence",),
     "integration.skip_masks": ("masks_of_jumps",),
     "methods.adaptive_temperature": ("fit_adaptive_temperature",),
     "slots.registry": ("list_methods", "register"),

@@ -59,6 +59,7 @@ def measured(model: Any, ids: Tensor, book: str) -> None:
     print(found, fitted, coefficients, seen, Diagnostics, results.tables(), results.write(Path("report")))
     masks = hf_longattn.masks_of_jumps(model, ids, torch.arange(8)[None])
     print(masks, hf_longattn.rope.yarn(model.config, 2.0))
+    hf_longattn.split_sequence(model, None)
 
 
 def shared(model: nn.Module) -> None:
