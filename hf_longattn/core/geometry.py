@@ -230,7 +230,10 @@ class AttentionLayout:
         return start if self.index.shape[1] == kv_len else start[:, :1]
 
     def narrowed(self, first: Tensor | None, last: Tensor | None) -> AttentionLayout:
-        """Only the keys at positions first .. last of each row's sequence, both (batch or 1, q_len) or no limit."""
+        """Only the keys at positions first .. last of each row's sequence, both (batch or 1, q_len) or no limit.
+
+        Of whole rows alone: where positions are explicit, they are looked up among the keys that rows see.
+        """
         if first is None and last is None:
             return self
         ids = self._ids

@@ -79,10 +79,14 @@ def _segment(call: Call, intervals: tuple[NamedInterval, ...], alike: dict[Hasha
             if remap is not None:
                 first = n if alike is None else alike.setdefault((m, side, remap, interval.spectrum), n)
                 turns[side] = RotationDelta(call.rotation, remap, interval.spectrum, (m, first, side), first)
+    # together, not one after another: positions of narrowed rows cannot be looked up again
+    firsts = [interval.first for _, interval in intervals if interval.first is not None]
+    lasts = [interval.last for _, interval in intervals if interval.last is not None]
     return Segment(
         call.rows,
         tuple(name for name, _ in intervals),
-        tuple((interval.first, interval.last) for _, interval in intervals),
+        functools.reduce(torch.maximum, firsts) if firsts else None,
+        functools.reduce(torch.minimum, lasts) if lasts else None,
         **turns,
     )
 

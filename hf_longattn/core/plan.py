@@ -111,14 +111,14 @@ class Segment(NamedTuple):
     Args:
         all_rows: the rows of which it is a part.
         name: tells the segment apart from others of the same rows: what is kept of it is kept under this name.
-        limits: of each method that splits keys, the first and the last position of its interval for each row, int64 (batch or
-            1, q_len), or None; a key is in the segment where all of them hold.
+        first, last: the first and the last position of a key in it for each row, int64 (batch or 1, q_len); None: no limit.
         query, key: how that side is turned; None: it is not.
     """
 
     all_rows: AttentionLayout
     name: Hashable
-    limits: tuple[tuple[Tensor | None, Tensor | None], ...] = ()
+    first: Tensor | None = None
+    last: Tensor | None = None
     query: RotationDelta | None = None
     key: RotationDelta | None = None
 
@@ -129,10 +129,8 @@ class Segment(NamedTuple):
         return rows
 
     def _narrowed(self) -> AttentionLayout:
-        rows = dataclasses.replace(self.all_rows)  # a copy: all_rows keep these rows, which must not keep all_rows
-        for first, last in self.limits:
-            rows = rows.narrowed(first, last)
-        return rows
+        copy = dataclasses.replace(self.all_rows)  # all_rows keep these rows, which must not keep all_rows
+        return copy.narrowed(self.first, self.last)
 
     def visible_columns(self, kv_len: int) -> tuple[slice | None, Tensor | None]:
         """The columns, from the first to the last, of keys that some row sees, and bool (batch or 1, heads or 1, q_len,
@@ -141,9 +139,8 @@ class Segment(NamedTuple):
         rows = self.all_rows
         if rows.allowed is None and rows.key_ids is None and rows.key_axes is None and rows.index.shape[:2] == (1, 1):
             _, key_start, start, low, high = rows.index[0, 0].tolist()
-            for first, last in self.limits:
-                low = low if first is None else max(low, start + int(first))
-                high = high if last is None else min(high, start + int(last))
+            low = low if self.first is None else max(low, start + int(self.first))
+            high = high if self.last is None else min(high, start + int(self.last))
             low, high = max(low - key_start, 0), min(high - key_start, kv_len - 1)
             return (slice(low, high + 1) if low <= high else None), None
         visible = self.rows.visible(kv_len)

@@ -250,7 +250,12 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
     if draw(st.booleans()):
         of = draw(st.sampled_from([1, batch])), draw(st.sampled_from([1, group * kv_heads]))
         mask = mask_of(*of, q_len, kv_len, seed=draw(st.integers(0, 99)))
-    options = {"attention_mask": mask, "key_start": key_start, "query_start": first}
+    options: dict[str, Any] = {"attention_mask": mask, "key_start": key_start, "query_start": first}
+    if draw(st.booleans()):  # a whole text, whose positions jump
+        shape["k"] = kv_len = shape["q"] = q_len
+        options |= {"attention_mask": None, "query_start": None}
+        steps = draw(st.lists(st.sampled_from([1, 1, 2, 9]), min_size=kv_len, max_size=kv_len))
+        options["position_ids"] = torch.tensor([steps]).cumsum(1)
     return {
         "shape": shape,
         "config": LongAttnConfig(**slots),
@@ -258,6 +263,15 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
         "interleaved": draw(st.booleans()),
         "blocks": draw(st.sampled_from([1, 100, 1000, 1 << 21])),
     }
+
+
+@pytest.mark.parametrize("remap", [{"name": "rerope"}, {"name": "self_extend", "group": 3}])
+@pytest.mark.parametrize("masked", [False, True])
+def test_two_methods_that_split_keys_where_positions_jump(remap: dict[str, Any], masked: bool) -> None:
+    """An interval of one method is not to be looked up among the keys that another has left."""
+    config = LongAttnConfig(positions=remap | {"window": 5}, visibility={"name": "windowed", "window": 12})
+    ids = torch.tensor([[1, 1, 1, 4, 1, 1, 1, 1, 7, 1, 1, 1, 1, 1, 2, 1, 1, 1, 1]]).cumsum(1)
+    agree(inputs(), config, position_ids=ids, attention_mask=mask_of(2, 1, 19, 19) if masked else None)
 
 
 @pytest.mark.slow
