@@ -121,6 +121,8 @@ def _begin(state: AttentionState, renew: Renew, place: int, model: Any, args: tu
     positions = kwargs.get("position_ids", args[place] if len(args) > place else None)
     weights = bool(kwargs.get("output_attentions"))
     if torch.compiler.is_compiling():
+        if state.unverified:
+            verify_at_first_call(state, model)
         if state.remapped and state.disabled is None and positions is not None and positions.ndim > 2:
             assert_later((positions == positions[:1]).all(), COMPILED)
         state.traced = ForwardContext(None, None, positions, weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -108,7 +109,8 @@ def _probed(
     try:
         token, device = _token(view.model.get_input_embeddings())
         ids = torch.full((1, PROBE), token, dtype=torch.int64, device=device)
-        with evaluating(view.model), probing(methods[layers[0].module].state, probed):
+        eager = torch.compiler.set_stance("force_eager")  # layers may have been compiled each
+        with eager, evaluating(view.model), probing(methods[layers[0].module].state, probed):
             type(called).forward(called, input_ids=ids, use_cache=False, **given)  # the instance's may be a trainer's
     finally:
         for handle in equal:
@@ -177,6 +179,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+@functools.partial(
+    torch.compiler.disable,
+    reason="its first call verifies how a model rotates: call the model once before torch.compile(fullgraph=True)",
+)
 def verify_at_first_call(state: AttentionState, model: Any) -> None:
     """Verify rotations once a model that was built without weights computes."""
     with gate_of(state).lock:

@@ -660,9 +660,26 @@ def test_set_attn_implementation_proves_at_once() -> None:
     assert logits(broken).isfinite().all()
 
 
+@pytest.mark.parametrize("how", ["layers", "inner"])
+def test_a_remap_goes_into_what_was_compiled(how: str) -> None:
+    """The pass that verifies rotations runs as it is: Dynamo fails at parts of it."""
+    m = stock("llama", num_hidden_layers=2)
+    torch._dynamo.reset()
+    if how == "inner":
+        m.model = torch.compile(m.model, backend="eager")
+    else:
+        for layer in m.model.layers:
+            layer.compile(backend="eager")
+    hf_longattn.apply(m, "rerope", window=7)
+    close(logits(m), logits(hf_longattn.apply(stock("llama", num_hidden_layers=2), "rerope", window=7)))
+
+
 @pytest.mark.slow
 def test_compiling_before_any_call_says_what_to_do(base: Path) -> None:
     m = AutoModelForCausalLM.from_pretrained(base, attn_implementation="rerope", longattn={"window": 7})
+    torch._dynamo.reset()
+    want = logits(copy.deepcopy(m))
+    close(logits(torch.compile(copy.deepcopy(m), backend="eager")), want)  # and where it need not be one graph goes on
     torch._dynamo.reset()
     with pytest.raises(Exception, match=r"call the model once before torch\.compile"):
         logits(torch.compile(m, fullgraph=True, backend="eager"))
