@@ -363,9 +363,11 @@ class Data:
                 f"the data is shorter than one window of {recipe.length} tokens" + answered + _also_held_out(kept_out, kept)
             )
         if len(self.held_out) < longest:
+            own = recipe.evaluation.lengths or recipe.evaluation.final_lengths
+            names = "evaluation.lengths and evaluation.final_lengths" if own else "length"
             raise ValueError(
                 f"the held-out text has {len(self.held_out)} tokens, evaluation at length {longest} needs as many: add text "
-                "or shorten evaluation.lengths and evaluation.final_lengths"
+                f"or shorten {names}"
             )
 
     def first_windows(self, count: int) -> list[Tensor]:
@@ -397,4 +399,7 @@ def _split(tokens: list[list[int]], kept: int) -> tuple[list[list[int]], Tensor]
 
 
 def _also_held_out(kept_out: list[str] | None, kept: int) -> str:
-    return "" if kept_out is not None else f", after its last {kept} tokens are held out: give more text, or heldout"
+    if kept_out is not None:
+        return ""
+    ways_out = "more text, a smaller length, a smaller evaluation.tokens, or heldout"
+    return f", after its last {kept} tokens are held out: give {ways_out}"
