@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .engines.paged import ARGUMENTS
 from .forward_context import LayerCall
+from .internals import passes_on
 from .masks import BOTH_WAYS
 
 #: Arguments that reach an attention function and say nothing about which logits it should compute.
@@ -44,7 +47,7 @@ def check_arguments(layer_call: LayerCall, harmless: frozenset[str]) -> None:
             "hf_longattn every process would attend to its own part. Leave it off, or "
             'model.set_attn_implementation("sdpa") first'
         )
-    if more.get("is_causal") is False:
+    if more.get("is_causal") is False and not _says_that_a_mask_is_there(layer_call.module):
         raise ValueError(BOTH_WAYS.format("is_causal=False"))
     if layer_call.sliding_window is not None and not layer_call.method.windowed:
         raise ValueError("this layer got a sliding window that its config does not announce: please report the model")
@@ -56,6 +59,11 @@ def check_arguments(layer_call: LayerCall, harmless: frozenset[str]) -> None:
             f"attention got {', '.join(unknown)}, which hf_longattn does not know and will not ignore; drop the argument, "
             "or exclude the layer with `layers`"
         )
+
+
+def _says_that_a_mask_is_there(module: Any) -> bool:
+    """Tell whether a causal module itself sets is_causal (Moonshine's decoder does), False where it has a mask for sdpa."""
+    return bool(getattr(module, "is_causal", False)) and passes_on(module, "is_causal")
 
 
 def _in_context_parallel() -> bool:

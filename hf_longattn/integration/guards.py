@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core.tracing import assert_later, readable
 from .caches import cache_in, is_paged, record_of, values_of
+from .internals import input_embeddings
 from .layers import View
 from .state import AttentionState, method_of
 from .trained_length import ORIGINAL, rope_settings
@@ -43,9 +44,9 @@ def table_entries(model: nn.Module) -> int | None:
 
 def position_tables(view: View) -> Iterator[nn.Embedding]:
     """The learned position tables of a model, which no method can extend."""
-    size = getattr(view.target, "max_position_embeddings", None)
+    size, embeddings = getattr(view.target, "max_position_embeddings", None), input_embeddings(view.model)
     for module in view.modules:
-        if isinstance(module, nn.Embedding) and _entries(module) == size and module is not view.model.get_input_embeddings():
+        if isinstance(module, nn.Embedding) and _entries(module) == size and module is not embeddings:
             yield module
 
 

@@ -194,9 +194,10 @@ def _refuse_part(name: str, part: LongAttnConfig, candidates: list[Layer], chose
             f'{CUSTOM!r} fill one, longattn={{"positions": {{"name": "rerope", ...}}, ...}}'
         )
     if not chosen:
+        anyway = "" if part.key_intervals else 'pass longattn={"layers": "all"} to change them anyway, or '
         raise ValueError(
-            f"{part.name} applies to 0 layers of {name}: all {len(candidates)} causal attention layers have "
-            'a sliding window. Pass longattn={"layers": "all"} to change them anyway, or unset the window in the config'
+            f"{part.name} applies to 0 layers of {name}: all {len(candidates)} causal attention layers have a sliding window; "
+            f"{anyway}unset the window in the config"
         )
     if part.key_intervals and (windowed := [x.index for x in chosen if x.kind == "window"]):
         raise ValueError(

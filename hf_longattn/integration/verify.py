@@ -18,13 +18,14 @@ from ..core.tracing import readable
 from ..user_warnings import warn
 from .forward_context import is_probing, probing
 from .gate import gate_of
-from .internals import get_implementation, has_hook
+from .internals import get_implementation, has_hook, input_embeddings
 from .layers import Layer, View
 from .names import is_longattn_name
 from .rotation import FAR_APART, PROBE, Convention, RotarySource, find_axes, find_convention, find_rotary
 from .state import AttentionState, LayerMethod, method_of, set_method
 from .trained_length import CHANGING
 
+_UNKNOWN = "how {} rotates cannot be verified, which a remap of rotary distances needs:"
 #: So many tokens are looked at for one whose embedding is more than zeros.
 TOKENS = 16
 
@@ -68,7 +69,7 @@ def verify_rotations(view: View, methods: Mapping[nn.Module, LayerMethod]) -> di
     sources = {x: method.rotary for x, method in rotated if method.rotary is not None and not method.rotary.verified}
     if not sources or not _computes(view):
         return {}
-    computed = _probed(view, methods, list(sources), view.model)
+    computed = _probed(view, methods, list(sources))
     found: list[tuple[RotarySource, Convention | None, list[Layer]]] = []
     for source in dict.fromkeys(sources.values()):
         own = [x for x, other in sources.items() if other is source]
@@ -88,14 +89,16 @@ def verify_rotations(view: View, methods: Mapping[nn.Module, LayerMethod]) -> di
     return changed
 
 
-def _probed(
-    view: View, methods: Mapping[nn.Module, LayerMethod], layers: list[Layer], called: Any, **given: Any
-) -> dict[str, Call]:
+def _probed(view: View, methods: Mapping[nn.Module, LayerMethod], layers: list[Layer], **given: Any) -> dict[str, Call]:
     """Return the calls of layers, by name, on one token repeated at PROBE positions.
 
+    The innermost model is called, which reads text alone, where those around it may want pictures, sounds or marks.
+
     Args:
-        called: the model, or the innermost one, that is called.
         given: arguments of the call.
+
+    Raises:
+        ValueError: it does not compute on text alone.
     """
     computed: dict[str, Call] = {}
     probed = dict(methods)
@@ -107,11 +110,17 @@ def _probed(
         probed[x.module] = replace(methods[x.module], config=LongAttnConfig(), rotary=None, observer=observer)
     equal = [x.module.register_forward_pre_hook(_with_equal_tokens, with_kwargs=True) for x in view.layers if not x.why_never]
     try:
-        token, device = _token(view.model.get_input_embeddings())
+        embeddings, inner = input_embeddings(view.model), view.inner
+        if embeddings is None:
+            raise ValueError(f"{_UNKNOWN.format(view.name)} its class names no embeddings of tokens")
+        token, device = _token(embeddings)
         ids = torch.full((1, PROBE), token, dtype=torch.int64, device=device)
         eager = torch.compiler.set_stance("force_eager")  # layers may have been compiled each
         with eager, evaluating(view.model), probing(methods[layers[0].module].state, probed):
-            type(called).forward(called, input_ids=ids, use_cache=False, **given)  # the instance's may be a trainer's
+            if inner is view.model or given:
+                type(inner).forward(inner, input_ids=ids, use_cache=False, **given)  # the instance's may be a trainer's
+            else:
+                inner(input_ids=ids, use_cache=False)  # with its hooks, which may fetch weights
     finally:
         for handle in equal:
             handle.remove()
@@ -230,7 +239,7 @@ def verify_axes(state: AttentionState, model: Any, axes: int) -> None:
             positions = torch.cat(
                 [torch.arange(PROBE, device=positions.device).expand(axes - len(FAR_APART), 1, -1), positions]
             )
-        computed = _probed(view, methods, list(new), view.inner, position_ids=positions)
+        computed = _probed(view, methods, list(new), position_ids=positions)
         found = {}
         for source in dict.fromkeys(new.values()):
             names = [x.name for x, other in new.items() if other is source and x.name in computed]

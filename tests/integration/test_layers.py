@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from cases import model_config
 from helpers import SCENARIOS, close, crossed, disturbed, logits, multimodal, stock, tokens
+from tiny_configs import class_of, tiny
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForSequenceClassification,
     LlamaModel,
+    MoonshineForConditionalGeneration,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -353,3 +357,48 @@ def test_value_heads(tmp_path: Path) -> None:
     odd = hf_longattn.apply(Odd(OfItsOwn(body=stock("llama").config.to_dict())), REMAP)
     with pytest.raises(ValueError, match="its config, OfItsOwn, cannot say that rerope runs in the LlamaConfig"):
         odd.save_pretrained(tmp_path)
+
+
+@torch.no_grad()
+def test_a_text_under_a_head_that_wants_more_than_text() -> None:
+    """How it rotates is verified on the innermost model, which reads text alone; InstructBLIP's head wants a picture too."""
+    config = tiny(CONFIG_MAPPING["instructblip"])
+    config.text_config = model_config("llama")
+    config.use_decoder_only_language_model = True
+    torch.manual_seed(0)
+    m = class_of(config)._from_config(config).eval()
+    text = copy.deepcopy(m.language_model)
+    assert hf_longattn.describe(hf_longattn.apply(m, REMAP)).config is not None
+    close(logits(m.language_model), logits(hf_longattn.apply(text, REMAP)), 0)
+
+
+def test_a_model_that_reads_no_tokens() -> None:
+    """Its class names no embeddings: a temperature goes in, and how it rotates cannot be seen."""
+    m = pytest.importorskip("transformers.models.timesfm2_5").TimesFm2_5ModelForPrediction
+    m = m._from_config(tiny(CONFIG_MAPPING["timesfm2_5"])).eval()
+    with pytest.raises(ValueError, match=r"cannot be verified, .* its class names no embeddings of tokens"):
+        hf_longattn.apply(m, REMAP)
+    assert running(hf_longattn.apply(m, LEARNED.replace(learned=False))) is not None
+
+
+@torch.no_grad()
+def test_a_module_that_says_is_causal_false_where_it_has_a_mask() -> None:
+    """Moonshine's decoder: for sdpa, which takes one of the two."""
+    torch.manual_seed(0)
+    m = MoonshineForConditionalGeneration._from_config(tiny(CONFIG_MAPPING["moonshine"])).eval()
+    given = {"input_values": torch.randn(1, 3000), "decoder_input_ids": tokens(1, 9)}
+    plain = m(**given).logits
+    close(hf_longattn.apply(m, "logn", train_length=9)(**given).logits, plain)
+    fast = hf_longattn.apply(m, "logn", train_length=4, clamp=False)(**given).logits
+    assert (fast - plain).abs().max() > 1e-4
+    close(hf_longattn.update(m, backend="reference")(**given).logits, fast)
+
+
+def test_advice_that_helps() -> None:
+    """A method of far keys has nothing to do in windows: to put it there is refused, and so not advised."""
+    m = stock("mistral", sliding_window=8)
+    with pytest.raises(ValueError, match="have a sliding window; unset the window"):
+        hf_longattn.apply(m, REMAP)
+    with pytest.raises(ValueError, match=r"have a sliding window; pass longattn=\{.layers.: .all.\}"):
+        hf_longattn.apply(m, "logn")
+    hf_longattn.apply(m, "logn", layers="all")
