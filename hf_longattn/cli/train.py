@@ -112,7 +112,11 @@ class TrainCommand(TyperCommand):
 
 def _standing(why: str, output: Path, checkpoint: Path | None) -> str:
     """Say where a stopped run stands, and what continues it."""
+    from ..training.run_folder import METRICS_FILE
+
     again = shlex.join(["hf-longattn", *sys.argv[1:], *["--resume"] * ("--resume" not in sys.argv)])
+    if (output / METRICS_FILE).is_file():
+        return f"{why} after all was written: the run in {output} is finished."
     if any(output.glob("*.safetensors")):
         why += f" after training. The weights are in {output}; what is missing is how they compare with the base"
         if checkpoint is None:

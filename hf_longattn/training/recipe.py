@@ -151,6 +151,14 @@ class Recipe:
         return int(self.trainer.get("seed", 42))
 
 
+#: What else TrainingArguments knows, and why a recipe cannot take it.
+REFUSED = {
+    "label_smoothing_factor": "does not reach the recipes' own loss",
+    "save_only_model": "leaves checkpoints that --resume cannot continue exactly",
+    "remove_unused_columns": "takes the positions out of the windows",
+}
+
+
 def recipe_file(source: str) -> Path:
     """A recipe's YAML file: a path, or the bare name of one that comes with the package."""
     if source not in RECIPES:
@@ -335,8 +343,11 @@ def _check_trainer(recipe: Recipe) -> None:
         require_in(f"trainer.{key}", recipe.trainer[key], 0.0, math.inf)
     if recipe.trainer.get("max_steps", -1) <= 0:
         raise ValueError("trainer.max_steps must say how many steps to train")
-    if recipe.trainer.get("label_smoothing_factor"):
-        raise ValueError("trainer.label_smoothing_factor does not reach the recipes' own loss: leave it out")
+    for key in {"per_device_train_batch_size", "gradient_accumulation_steps"} & recipe.trainer.keys():
+        require_in(f"trainer.{key}", recipe.trainer[key], 1, math.inf)
+    for key, why in REFUSED.items():
+        if recipe.trainer.get(key):
+            raise ValueError(f"trainer.{key} {why}: leave it out")
     logs, saves = (recipe.trainer.get(k, 500) for k in ("logging_steps", "save_steps"))
     if recipe.trainer.get("save_strategy", "steps") == "steps" and (saves < 1 or logs < 1 or saves % logs):
         raise ValueError(

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
+from transformers.utils import is_liger_kernel_available
 
 from ..evaluation.rows import Row
 from ..integration import update
@@ -39,6 +40,14 @@ def arguments(recipe: Recipe) -> TrainingArguments:
         settings |= {"lr_scheduler_type": "warmup_stable_decay", "warmup_steps": warmup, "lr_scheduler_kwargs": shape}
     args = TrainingArguments(output_dir=recipe.output, **settings | recipe.trainer)
     _check_reports(args.report_to)
+    if args.use_liger_kernel and not is_liger_kernel_available():
+        raise ValueError("trainer.use_liger_kernel needs liger-kernel, which is not installed here: leave it out")
+    if args.fp16 and args.device.type == "cpu":
+        raise ValueError("trainer.fp16 does nothing on a CPU: leave it out, or take trainer.bf16")
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(args)
+    except ImportError as error:
+        raise ValueError(f"trainer.optim={getattr(args.optim, 'value', args.optim)}: {error}") from error
     return args
 
 

@@ -49,6 +49,7 @@ from transformers import (
 import hf_longattn
 from hf_longattn.checks import Refused
 from hf_longattn.cli import app
+from hf_longattn.cli.train import _standing
 from hf_longattn.evaluation.rows import Row, alone
 from hf_longattn.evaluation.tasks import NeedleTask
 from hf_longattn.evaluation.tasks.sample import IGNORE
@@ -71,6 +72,7 @@ from hf_longattn.training.loss import CHUNK, CausalLoss, trained_by
 from hf_longattn.training.models import put_adapter
 from hf_longattn.training.preflight import Prepared
 from hf_longattn.training.recipe import Distill, Hub, Skip
+from hf_longattn.training.run_folder import METRICS_FILE
 from hf_longattn.training.trainer import RecipeTrainer, interruptible
 
 ROOT = Path(__file__).parents[2]
@@ -583,6 +585,12 @@ def test_several_processes_stop_at_once() -> None:
         assert signal.getsignal(signal.SIGINT) is own
 
 
+def test_interrupted_after_all_was_written_a_run_is_finished(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / METRICS_FILE).write_text("{}", encoding="utf-8")
+    assert _standing("Interrupted", tmp_path, tmp_path / "checkpoint-2").endswith(f"the run in {tmp_path} is finished.")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", crossed([True, False], 2))
 def test_interrupted_while_it_measures_a_run_says_that_its_weights_are_there(tiny: Path, tmp_path: Path, kept: bool) -> None:
@@ -788,6 +796,12 @@ REFUSED = {
     "no distill: the teacher": ["sequence_parallel=2", "distill.weight=0.5"],
     "positions: plain": ["sequence_parallel=2", "positions=skip"],
     "label_smoothing_factor does not reach": ["trainer.label_smoothing_factor=0.1"],
+    "save_only_model leaves checkpoints that --resume": ["trainer.save_only_model=true"],
+    "remove_unused_columns takes the positions": ["trainer.remove_unused_columns=true"],
+    "per_device_train_batch_size must lie in": ["trainer.per_device_train_batch_size=0"],
+    "needs liger-kernel, which is not installed": ["trainer.use_liger_kernel=true"],
+    "trainer.optim=galore_adamw: .*galore": ["trainer.optim=galore_adamw"],
+    "fp16 does nothing on a CPU": ["trainer.fp16=true"],
     "row 1: 'number' is 0, neither a text nor a list of messages": ["data=TABLE", "hub.column=number"],
     "no column": ["data=TABLE", "hub.column=body"],
     "hub.answers needs chats": ["hub.answers=true", "data=TABLE"],
