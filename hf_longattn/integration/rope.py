@@ -77,8 +77,7 @@ def ntk(config: Config, factor: float, train_length: int | str | None = None) ->
     Raises:
         ValueError: train_length is not the config's max_position_embeddings, from which transformers takes L.
     """
-    counted = _text(config).max_position_embeddings
-    if train_length is not None and length_of(train_length) != counted:
+    if train_length is not None and length_of(train_length) != (counted := _text(config).max_position_embeddings):
         raise ValueError(
             f"dynamic NTK counts from the config's max_position_embeddings, {counted:,}, and not from train_length="
             f"{train_length!r}: set that in the config, or take yarn or linear"

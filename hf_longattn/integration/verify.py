@@ -98,7 +98,7 @@ def _probed(view: View, methods: Mapping[nn.Module, LayerMethod], layers: list[L
         given: arguments of the call.
 
     Raises:
-        ValueError: it does not compute on text alone.
+        ValueError: the model reads no tokens.
     """
     computed: dict[str, Call] = {}
     probed = dict(methods)

@@ -17,6 +17,12 @@ from ..slots.registry import did_you_mean
 
 #: Numbers that an optimiser refuses below zero, long after the start.
 NOT_NEGATIVE = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"}
+#: What else TrainingArguments knows, and why a recipe cannot take it.
+REFUSED = {
+    "label_smoothing_factor": "does not reach the recipes' own loss",
+    "save_only_model": "leaves checkpoints that --resume cannot continue exactly",
+    "remove_unused_columns": "takes the positions out of the windows",
+}
 #: What people call keys of TrainingArguments.
 CALLED = {"lr": "learning_rate", "batch_size": "per_device_train_batch_size", "steps": "max_steps"}
 #: Keys that are numbers of tokens, which may be given as "4k".
@@ -149,14 +155,6 @@ class Recipe:
     @property
     def seed(self) -> int:
         return int(self.trainer.get("seed", 42))
-
-
-#: What else TrainingArguments knows, and why a recipe cannot take it.
-REFUSED = {
-    "label_smoothing_factor": "does not reach the recipes' own loss",
-    "save_only_model": "leaves checkpoints that --resume cannot continue exactly",
-    "remove_unused_columns": "takes the positions out of the windows",
-}
 
 
 def recipe_file(source: str) -> Path:
