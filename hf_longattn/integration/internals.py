@@ -94,15 +94,6 @@ def passes_on(module: nn.Module, argument: str) -> bool:
     return any(argument == c or (isinstance(c, tuple) and argument in c) for c in _code(module).co_consts)
 
 
-def input_embeddings(model: Any) -> nn.Module | None:
-    """Return the module that embeds a model's tokens; None: its class names none."""
-    try:
-        found: nn.Module | None = model.get_input_embeddings()
-    except NotImplementedError:
-        return None
-    return found
-
-
 def has_local(module: nn.Module, name: str) -> bool:
     """Tell whether a module's forward function has an argument or a variable of this name."""
     return name in _code(module).co_varnames
@@ -147,6 +138,15 @@ def interval_of(mask_function: Callable[..., Any]) -> MaskInterval | None:
 
 
 # building and loading -----------------------------------------------------------------------------------------------------
+
+
+def input_embeddings(model: Any) -> nn.Module | None:
+    """Return the module that embeds a model's tokens; None: its class names none."""
+    try:
+        found: nn.Module | None = model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+    return found
 
 
 def is_initialised(x: Any) -> bool:

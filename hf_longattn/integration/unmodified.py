@@ -36,7 +36,7 @@ def unmodified(
         if mask is not None and mask.shape[2] > 1:
             mask = mask.repeat(1, 1, query.shape[1] // key.shape[1], 1)
         return few_queries(query, key, value, mask, layer_call.scaling), None
-    if base is not None and "is_causal" in more:  # of Moonshine's: False, since our mask is there, where `base` may have none
+    if base is not None and "is_causal" in more:  # False says that the layer has a mask; `base` may have none
         more = {k: v for k, v in more.items() if k != "is_causal"}
     if layer_call.softcap is not None:
         more = more | {"softcap": layer_call.softcap}

@@ -25,7 +25,6 @@ from .rotation import FAR_APART, PROBE, Convention, RotarySource, find_axes, fin
 from .state import AttentionState, LayerMethod, method_of, set_method
 from .trained_length import CHANGING
 
-_UNKNOWN = "how {} rotates cannot be verified, which a remap of rotary distances needs:"
 #: So many tokens are looked at for one whose embedding is more than zeros.
 TOKENS = 16
 
@@ -112,7 +111,10 @@ def _probed(view: View, methods: Mapping[nn.Module, LayerMethod], layers: list[L
     try:
         embeddings, inner = input_embeddings(view.model), view.inner
         if embeddings is None:
-            raise ValueError(f"{_UNKNOWN.format(view.name)} its class names no embeddings of tokens")
+            raise ValueError(
+                f"how {view.name} rotates cannot be verified, which a remap of rotary distances needs: its class names no "
+                "embeddings of tokens"
+            )
         token, device = _token(embeddings)
         ids = torch.full((1, PROBE), token, dtype=torch.int64, device=device)
         eager = torch.compiler.set_stance("force_eager")  # layers may have been compiled each

@@ -18,6 +18,8 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    DecisionTransformerConfig,
+    DecisionTransformerModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
@@ -193,3 +195,10 @@ def test_frames() -> None:
     assert internals.is_running(inner())
     assert not internals.is_running(ended[0])
     assert internals.deepspeed_group() is None
+
+
+def test_a_class_that_names_no_embeddings_of_tokens() -> None:
+    """Transformers raises NotImplementedError there."""
+    model = DecisionTransformerModel(DecisionTransformerConfig(hidden_size=8, n_layer=1, n_head=1))
+    assert internals.input_embeddings(model) is None
+    assert internals.input_embeddings(stock("llama")) is not None

@@ -325,10 +325,10 @@ def _scores(
     scaling: float,
     row_scale: Tensor | None,
     normed: bool,
-    layout: programs.Layout | None,
+    features: programs.Features | None,
     _: Any,
 ) -> Tensor:
-    query, key, (first, pairs, interleaved) = query.float(), key.float(), layout or (0, 0, False)
+    query, key, (first, pairs, interleaved) = query.float(), key.float(), features or (0, 0, False)
     rotation = Rotation(torch.empty(pairs), interleaved, first)
     query, key = (x / x.norm(dim=-1, keepdim=True) if normed else x for x in (query, key))
     x = None if row_scale is None else row_scale.expand(query.shape[:3])
@@ -356,8 +356,8 @@ def _weights(logits: Tensor, factor: Tensor | None, sinks: Tensor | None, dtype:
     return (torch.cat([logits, sink], -1).softmax(-1)[..., : logits.shape[-1]] * seen).to(dtype)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, layout: programs.Layout, at: slice | None) -> Tensor:
-    first, pairs, interleaved = layout
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, features: programs.Features, at: slice | None) -> Tensor:
+    first, pairs, interleaved = features
     return rotate(Rotation(torch.empty(pairs), interleaved, first), x, cos, sin, at).to(x.dtype)
 
 

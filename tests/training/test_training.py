@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -774,7 +773,7 @@ REFUSED = {
     "trained at 256 tokens; windows of 512": ["length=512", "distill.weight=0.5"],
     "shorter than one window of 100000 tokens$": ["length=100000"],
     "shorter than one window .*a smaller evaluation.tokens": ["length=100000", "heldout=null"],
-    "shorten evaluation.lengths": ["evaluation.lengths=[50000]"],
+    "evaluation at length 50000 .*shorten evaluation.lengths": ["evaluation.lengths=[50000]"],
     "shorten length": ["length=2000", "heldout=SHORT"],
     "needle texts|no room for 3 needles": ["needle.needles=3", "positions=plain"],
     "the haystack has": ["needle.needles=3", "positions=plain", "length=400", "evaluation.final_lengths=[40000]"],
@@ -815,8 +814,8 @@ REFUSED = {
 def test_refused_before_the_model_loads(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str) -> None:
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were read"))
     (short := tmp_path / "short.txt").write_text("a few words", encoding="utf-8")
-    files = {"TABLE": str(tiny / "table.jsonl"), "SHORT": str(short)}
-    changes = [functools.reduce(lambda x, name: x.replace(name, files[name]), files, entry) for entry in REFUSED[message]]
+    table = str(tiny / "table.jsonl")
+    changes = [entry.replace("TABLE", table).replace("SHORT", str(short)) for entry in REFUSED[message]]
     result = command("continue_lora", *settings(tiny, tmp_path / "out"), *changes)
     assert result.exit_code == 2, result.output
     assert re.search(message, result.output), result.output

@@ -25,7 +25,7 @@ class FewOnCUDA:
         query, rows, self.kv_len = plan.query, plan.rows, plan.kv_len
         device, rotation, known = query.device, plan.rotation, readable(plan.rows.index)
         self.spec, self.fold, self.cosine, self.temper = plan.logits, plan.fold, plan.cosine, plan.temper
-        self.layout = None if rotation is None else rotation.features
+        self.features = None if rotation is None else rotation.features
         self.group = query.shape[1] // plan.key.shape[1]
         self.segments: list[programs.DeviceSegment] = []
         for segment in plan.segments:
@@ -62,7 +62,7 @@ class FewOnCUDA:
                 scaling, factor = scaling * factor, None
         if query.dtype != key.dtype:
             query = query.to(key.dtype)
-        logits = programs.scores(query, key, self.segments, self.spec, scaling, factor, normed, self.layout, self._known)
+        logits = programs.scores(query, key, self.segments, self.spec, scaling, factor, normed, self.features, self._known)
         by_entropy = None if self.temper is None else self.temper(programs.entropies(logits))
         weights = programs.weights(logits, by_entropy, sinks, value.dtype)
         out = self._averaged(weights.view(-1, self.group * shape[2], weights.shape[3]), value.flatten(0, 1)).view(*shape, -1)

@@ -84,7 +84,7 @@ def _tile(width: int, dtype: torch.dtype) -> tuple[int, int]:
 
 
 #: Which features are rotated together: `Rotation.features`.
-Layout: TypeAlias = tuple[int, int, bool]
+Features: TypeAlias = tuple[int, int, bool]
 
 
 class DeviceSegment(NamedTuple):
@@ -112,7 +112,7 @@ def scores(
     scaling: float,
     row_scale: Tensor | None,
     normed: bool,
-    layout: Layout | None,
+    features: Features | None,
     known: dict[Hashable, list[Launch]] | None = None,
 ) -> Tensor:
     """The finished logits of few queries with all keys, float32 (batch, heads, q_len, kv_len rounded up to ALIGNED).
@@ -130,7 +130,7 @@ def scores(
         return _scored(query, key, row_scale, launches)
     angles = [x for i in segments for pair in (i.query_angles, i.key_angles) for x in (pair or (None, None))]
     each = [[getattr(i, field) for i in segments] for field in ("bounds", "allowed", "query_ids", "key_ids")]
-    numbers = scaling, spec.softcap, spec.sinks, normed, *(layout or (0, 0, False))
+    numbers = scaling, spec.softcap, spec.sinks, normed, *(features or (0, 0, False))
     arguments: tuple[Any, ...] = query, key, row_scale, *each, angles, spec.gain, spec.bias, *numbers
     if not readable(query):
         return torch.ops.hf_longattn.scores(*arguments)
@@ -266,11 +266,11 @@ _operator(
 )
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, at: slice | None) -> Tensor:
+def turned(x: Tensor, cos: Tensor, sin: Tensor, features: Features, at: slice | None) -> Tensor:
     """`rotate.rotate` in the dtype of x, without gradients."""
     own = x if at is None else x[:, :, at]
     own = own if own.stride(-1) == 1 else own.contiguous()
-    (first, pairs, interleaved), (batch, heads, length, width) = layout, own.shape
+    (first, pairs, interleaved), (batch, heads, length, width) = features, own.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     into, block = (out if at is None else out[:, :, at]), 32
     if at is not None:
