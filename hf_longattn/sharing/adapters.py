@@ -67,7 +67,7 @@ def _from_json_file(original: Any, cls: Any, *args: Any, **kwargs: Any) -> dict[
 def _from_peft_type(original: Any, cls: Any, **kwargs: Any) -> Any:
     found = {key: kwargs.pop(key, None) for key in RECORD}
     config = original(cls, **kwargs)
-    vars(config).update(found if found["longattn"] else {})
+    vars(config).update(found)
     return config
 
 
@@ -97,7 +97,7 @@ def _joining(config: Any, model: nn.Module, others: Collection[Any]) -> Any:
         runs = running(base)
         assert runs is not None
         saved_method.refuse_kind(config, runs)
-        if target is None and config.inference_mode and any(method_in(vars(c)) for c in others):
+        if "longattn" in vars(config) and target is None and config.inference_mode and any(method_in(vars(c)) for c in others):
             warn(f"the adapter records no attention, and runs under {runs.name}, as the model's other adapters do")
         config = copy.copy(config)  # one LoraConfig may serve several models
         saved_method.record(config, base, runs)

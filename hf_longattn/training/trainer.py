@@ -42,6 +42,8 @@ def arguments(recipe: Recipe) -> TrainingArguments:
     _check_reports(args.report_to)
     if args.use_liger_kernel and not is_liger_kernel_available():
         raise ValueError("trainer.use_liger_kernel needs liger-kernel, which is not installed here: leave it out")
+    if args.dataloader_persistent_workers and not args.dataloader_num_workers:
+        raise ValueError("trainer.dataloader_persistent_workers keeps workers: give trainer.dataloader_num_workers, or leave it out")
     if args.fp16 and args.device.type == "cpu":
         raise ValueError("trainer.fp16 does nothing on a CPU: leave it out, or take trainer.bf16")
     try:
@@ -192,10 +194,11 @@ class RecipeTrainer(Trainer):
 class StopAtStep(TrainerCallback):  # type: ignore[misc]
     """Ends training after the step in which it is told to, with a checkpoint and a log of what is not logged yet."""
 
-    requested = False
+    requested = stopped = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.requested:
+            self.stopped = True
             control.should_log = control.should_save = control.should_training_stop = True
 
 
@@ -225,7 +228,7 @@ def interruptible(trainer: Trainer) -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before)
         trainer.remove_callback(stop)
-    if stop.requested and trainer.state.global_step < trainer.state.max_steps:
+    if stop.stopped:
         raise KeyboardInterrupt
 
 

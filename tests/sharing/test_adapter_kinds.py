@@ -600,6 +600,13 @@ def test_weighted_and_mixed(bases: dict[str, Path], tmp_path: Path) -> None:
     want = logits(m)
     m.save_pretrained(tmp_path)
     close(logits(peft.PeftModel.from_pretrained(loaded(bases["llama"]), tmp_path / "sum")), want, 1e-6)
+    again = peft.PeftModel.from_pretrained(loaded(bases["llama"]), tmp_path)
+    again.load_adapter(tmp_path / "second", "second")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a sum that is made here is no adapter that records no attention
+        again.add_weighted_adapter(["default", "second"], [0.5, 0.7], "sum", combination_type="cat")
+    again.set_adapter("sum")
+    close(logits(again), want, 1e-6)
 
     adapted(bases["llama"], "LOHA").save_pretrained(tmp_path / "loha")
     adapted(bases["llama"], "LORA").save_pretrained(tmp_path / "lora")

@@ -551,6 +551,19 @@ def test_a_resumed_run_may_be_measured_otherwise(tiny: Path, tmp_path: Path) -> 
         prepare(load_recipe("continue_lora", far), resume=True)
 
 
+@pytest.mark.slow
+def test_a_run_interrupted_in_its_last_step_is_measured_when_it_goes_on(tiny: Path, tmp_path: Path) -> None:
+    quick = {"trainer__max_steps": 2, "trainer__eval_strategy": "no", "evaluation__compare": False}
+    whole = trained("continue_lora", settings(tiny, tmp_path / "whole", **quick))
+    overrides = settings(tiny, tmp_path / "cut", **quick)
+    with at_step(1, lambda: signal.raise_signal(signal.SIGINT)), pytest.raises(KeyboardInterrupt):
+        trained("continue_lora", overrides)
+    assert not (tmp_path / "cut" / "adapter_model.safetensors").exists()
+    metrics = trained("continue_lora", overrides, resume=True)
+    assert metrics["resumed_from"] == "checkpoint-2"
+    assert metrics["measured"] == whole["measured"]
+
+
 def test_windows_in_which_nothing_is_predicted_teach_nothing() -> None:
     """A token of the number 0 is one to predict."""
     windows = [torch.tensor(ids) for ids in ([-6, 0], [5, -1], [-6, 7])]
@@ -801,6 +814,7 @@ REFUSED = {
     "needs liger-kernel, which is not installed": ["trainer.use_liger_kernel=true"],
     "trainer.optim=galore_adamw: .*galore": ["trainer.optim=galore_adamw"],
     "fp16 does nothing on a CPU": ["trainer.fp16=true"],
+    "persistent_workers keeps workers": ["trainer.dataloader_persistent_workers=true"],
     "row 1: 'number' is 0, neither a text nor a list of messages": ["data=TABLE", "hub.column=number"],
     "no column": ["data=TABLE", "hub.column=body"],
     "hub.answers needs chats": ["hub.answers=true", "data=TABLE"],
