@@ -28,6 +28,7 @@ from transformers import (
 )
 
 import hf_longattn
+from hf_longattn.evaluation.calibrate import measure
 from hf_longattn.evaluation.checkpoints import edit_rope
 from hf_longattn.evaluation.settings import Setting
 from hf_longattn.evaluation.tasks.sample import IGNORE
@@ -49,13 +50,15 @@ ASKED = 1_000_000
 
 _NAMES = ("rope", "prope", "logn_prope", "alibi", "scale_invariant_prope", "scale_invariant_rope")
 _PROPE = POSITIONS["prope"]
-#: A setting by variant. Models have QK-norm, as the paper's, but for those that say "plain-".
+#: A setting by variant. Models have QK-norm; of those that say "unweighted-" it has no weights, as in the paper's model, and
+#: those that say "plain-" have none.
 SCRATCH: dict[str, str] = {name: POSITIONS[name] for name in _NAMES}
 SCRATCH |= {
     f"{method}_prope": method + _PROPE
     for method in ("infoscale:clamp=false", "adaptive_temperature", "output_layer_norm", "output_standardise")
 }
 SCRATCH |= {f"plain-{name}": SCRATCH[name] for name in ("rope", "prope", "logn_prope", "scale_invariant_prope")}
+SCRATCH |= {f"unweighted-{name}": SCRATCH[name] for name in ("prope", "logn_prope", "scale_invariant_prope")}
 BASES = ("prope", "rope", "plain-prope", "plain-rope")
 
 #: Overrides of `method_lora` by variant: each method of its header, two of them also as the paper has them, and the control.
@@ -197,6 +200,9 @@ def run_scratch(run: Run) -> dict[str, Any]:
     if way.rope:
         edit_rope(config, way.rope)
     model = AutoModelForCausalLM.from_config(config)
+    if run.variant.startswith("unweighted-"):
+        for name, weight in model.named_parameters():
+            weight.requires_grad_(not name.endswith(("q_norm.weight", "k_norm.weight")))  # they stay 1
     if way.config is not None:
         hf_longattn.apply(model, way.config)
     warm = round(settings.repeated * settings.steps) * settings.batch
@@ -215,7 +221,16 @@ def run_scratch(run: Run) -> dict[str, Any]:
     train_loss = fit(model, loss, optimizer, settings.steps, 0.05, run.dtype)
     hf_longattn.save(model, run.folder) if way.config is not None else model.save_pretrained(run.folder)
     tokenizer().save_pretrained(run.folder)
-    return {"lengths": list(settings.lengths), "train_loss": round(train_loss, 5)} | answered(model, settings)
+    found = {"lengths": list(settings.lengths), "train_loss": round(train_loss, 5)} | answered(model, settings)
+    return found | {"logits": logits(model, settings)}
+
+
+def logits(model: Any, settings: Settings) -> dict[str, Any]:
+    """Mean and standard deviation of the logits before any method, by layer and head, in texts of the trained length."""
+    windows = [next(texts(settings.length, settings, f"logits {i}")).ids[None] for i in range(32)]
+    found = measure(model, windows, sink_tokens=0)
+    values = {"mean": found.logit_mean, "deviation": found.logit_variance.sqrt()}
+    return {name: [[round(x, 3) for x in layer] for layer in value.tolist()] for name, value in values.items()}
 
 
 def run_converted(run: Run) -> dict[str, Any]:

@@ -720,7 +720,7 @@ def keys(name: str) -> None:
         far = [n for n in lengths if n >= 16 * rows[0]["settings"]["length"]]
         body = []
         for variant in dict.fromkeys(r["variant"] for r in rows):
-            control = ("plain-" if variant.startswith("plain-") else "") + "prope"
+            control = "".join(kind for kind in ("plain-", "unweighted-") if variant.startswith(kind)) + "prope"
             less = [against(rows, variant, control, n) if variant != control else "" for n in far]
             body.append([learned(rows, variant), *ranges(rows, variant, "accuracy"), *less])
         yield markdown(["", *(f"at {n:,}" for n in lengths), *(f"minus `prope`, {n:,}" for n in far)], body)
