@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -725,6 +725,23 @@ def keys(name: str) -> None:
             body.append([learned(rows, variant), *ranges(rows, variant, "accuracy"), *less])
         yield markdown(["", *(f"at {n:,}" for n in lengths), *(f"minus `prope`, {n:,}" for n in far)], body)
         yield about(rows)
+
+
+@section("keys-logits", "keys")
+def keys_logits(rows: list[Row]) -> Parts:
+    """Mean and standard deviation of each head's logits before the method, at the trained length."""
+    body = []
+    for variant in dict.fromkeys(r["variant"] for r in rows):
+        heads = {name: flat(series(rows, variant, "logits", name).values()) for name in ("mean", "deviation")}
+        if heads["mean"]:
+            body.append([named(variant), *(f"{sum(x) / len(x):.2f} ({min(x):.2f}–{max(x):.2f})" for x in heads.values())])
+    if not body:
+        raise NotRun
+    yield markdown(["logits of a head", "mean", "deviation"], body)
+
+
+def flat(seeds: Iterable[Sequence[Sequence[float]]]) -> list[float]:
+    return [x for layers in seeds for layer in layers for x in layer]
 
 
 @section("keys-converted", "keys-converted")

@@ -19,6 +19,7 @@ from lab.speed.timing import (
     DECODED,
     EACH_TIME,
     METHODS,
+    OTHERS,
     PEER,
     RESULTS,
     TURNED,
@@ -44,6 +45,7 @@ FAMILY = [
     (name, "auto") for name in METHODS if name not in ("none", "scale_invariant+adaptive_temperature") and "," not in name
 ]
 BANDED = [(name, "auto") for name in METHODS if "window" in name]
+REST = [(name, "auto") for name in (*(n for n in TURNED if n not in METHODS), *OTHERS)]
 ONCE = [
     (name, backend) for name in TURNED for backend in ("auto", EACH_TIME) if backend == "auto" or "string_remap" not in name
 ]
@@ -66,6 +68,7 @@ def parts() -> Parts:
     for length, rounds in ((1024, 15), (2048, 15), (4096, 9)):
         add("forward", length, [*FAMILY, WITHOUT, EAGER, FLEX], rounds)
     add("forward", 8192, [*FAMILY, WITHOUT, *BANDED, FLEX], 5)
+    add("forward, the rest", 8192, REST, 5)
     for length, rounds in ((1024, 15), (2048, 9), (4096, 5)):
         add("forward+backward", length, [*FAMILY, EAGER], rounds)
     add("forward+backward", 8192, [MAP, ("rerope, window 4096", "auto")], 3)

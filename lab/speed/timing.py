@@ -61,6 +61,13 @@ TURNED = {
     "string_remap, shift 2730": preset("string_remap", shift=2730, window=128),
     "cosscale": METHODS["cosscale"],
 }
+#: The methods that are neither of these, so that a table has all.
+OTHERS = {
+    "yarn_beyond": preset("yarn_beyond", factor=2, train_length=4096),
+    **{name: preset(name, train_length=1024) for name in ("logn", "softmax_plus", "yarn_temperature", "ssmax")},
+    **{name: preset(name) for name in ("log_length", "attention_sink", "output_layer_norm", "output_standardise")},
+}
+ALL = METHODS | TURNED | OTHERS
 #: In the place of a backend: "auto" behind a cache beside which nothing is kept.
 EACH_TIME = "at each token"
 #: Modes in which a cache holds the keys, and how many queries there are.
@@ -117,7 +124,7 @@ def attention_calls(shape: Shape, mode: str, dtype: torch.dtype, device: str, ch
         if backend == "eager":
             return eager()
         if mode in DECODED:
-            made, config = RotatedKeys(), (METHODS | TURNED)[method]
+            made, config = RotatedKeys(), ALL[method]
             kept: dict[str, Any] = {"keep": lambda by, key: made, "backend": backend}  # as behind a model's cache
             kept = {} if backend == EACH_TIME else kept
             asked = attention_call.Call(q, k, v, config, rows, method_id=(method, backend), **model, **kept)
@@ -125,7 +132,7 @@ def attention_calls(shape: Shape, mode: str, dtype: torch.dtype, device: str, ch
                 return lambda: attend(asked)
             plan = plan_of(asked)  # as all layers of a pass but its first find it
             return lambda: plan.run(q, k, v, keep=asked.keep)
-        return lambda: hf_longattn.attention(q, k, v, METHODS[method], backend=backend, rotation=rotation)
+        return lambda: hf_longattn.attention(q, k, v, ALL[method], backend=backend, rotation=rotation)
 
     def step(forward: Callable[[], Tensor]) -> Call:
         if mode != "forward+backward":
