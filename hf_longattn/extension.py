@@ -88,7 +88,9 @@ def extend(
     if known and told == parameters.get("train_length"):
         facts, config = dataclasses.replace(facts, trained=known), dataclasses.replace(config, trained=known)
     _check(view, config, facts, length)
-    apply(model, dataclasses.replace(config, extended_to=length))
+    longer = dataclasses.replace(config, extended_to=length)
+    longer.bind(facts)  # of a model that reads so far already, `apply` would only warn that this one does not
+    apply(model, longer)
     _report(view, config, replaced, length)
     if asked is None and purpose == PURPOSES[0] and length == facts.train_length:
         warn(_as_it_is(get_config(model), length))
@@ -109,7 +111,7 @@ def default(facts: ModelFacts, to: int, purpose: str = "both", parameters: Mappi
 
 
 def _check(view: View, config: LongAttnConfig, facts: ModelFacts, length: int) -> None:
-    """Raise ValueError where a config does not take a model to a length; how far it reaches is checked where it is put in."""
+    """Raise ValueError where a config does not take a model to a length; how far it reaches `bind` checks."""
     if not config.key_intervals:
         raise ValueError(
             f"{config.name} extends nothing: beyond the trained length a model meets distances that it does not know, "

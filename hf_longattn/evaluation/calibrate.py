@@ -16,6 +16,7 @@ from ..core.attend import attend
 from ..core.call import Call
 from ..integration.layer_methods import bound_config
 from ..integration.layers import Layer
+from ..integration.model_facts import num_layers
 from ..integration.observer import observe
 from ..methods import LeakyReRope, OutputStandardise, ScaleInvariant
 from .measures.heads import copying_heads
@@ -76,7 +77,6 @@ def measure(model: nn.Module, batches: Batches, sink_tokens: int = 1) -> Measure
             total[name] = total.get(name, 0) + x
 
     with observe(model, seen) as layers:
-        config: Any = layers[0].config
         for batch in _batches(batches):
             inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
             model(**inputs, use_cache=False)
@@ -86,7 +86,7 @@ def measure(model: nn.Module, batches: Batches, sink_tokens: int = 1) -> Measure
 
     def by_layer(values: Mapping[int, Tensor]) -> Tensor:
         missing = torch.full_like(next(iter(values.values())), torch.nan)
-        return torch.stack([values.get(i, missing) for i in range(config.num_hidden_layers)]).cpu()
+        return torch.stack([values.get(i, missing) for i in range(num_layers(layers[0].config))]).cpu()
 
     overall = {q: by_layer(dict(zip(found.layers, found.overall(q), strict=True))) for q in OF_LOGITS}
     means = {name: by_layer({i: x[name] / x["tokens"] for i, x in outputs.items()}) for name in OF_OUTPUTS}

@@ -15,7 +15,7 @@ from .guards import guard
 from .internals import get_implementation, set_implementation
 from .layers import Layer, View
 from .masks import refuse_both_ways
-from .model_facts import facts_of
+from .model_facts import facts_of, num_heads
 from .names import is_longattn_name, name_for, parsed_config, short
 from .parameters import attach_learned_parts
 from .passes import hook_passes
@@ -172,10 +172,17 @@ def _layer_methods(
     methods: dict[nn.Module, LayerMethod] = {}
     for layer in view.of_target:
         own = bound.for_layer(layer.index) if layer in chosen else None
+        heads = num_heads(layer)
+        given = {n: x for m in (own.methods if own else ()) for n in m.by_head if isinstance(x := getattr(m, n), tuple)}
+        if wrong := [n for n, values in given.items() if len(values) != heads]:
+            raise ValueError(
+                f"{wrong[0]} has a number for each of {len(given[wrong[0]])} heads, and layer {layer.index} of {name} has "
+                f"{heads}: give one number for all, or pass layers=[...] that have as many heads"
+            )
         reason = "" if own else layer.why_not or "not in `layers`"
         source = rotary.get(layer.type) if layer in remapped else None
         number = -1 if layer.why_never else layer.index
-        methods[layer.module] = LayerMethod(state, bound, own, reason, layer.windowed, facts.num_heads, source, index=number)
+        methods[layer.module] = LayerMethod(state, bound, own, reason, layer.windowed, heads, source, index=number)
     return bound, methods, facts
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from torch import nn
 
 from ..slots.method import ModelFacts
+from .internals import layer_config
 from .layers import Layer, View
 from .rope import check_built
 from .rotation import find_rotary
@@ -27,13 +29,13 @@ def facts_of(view: View, layers: list[Layer], train_length: int | None = None) -
     # of several types the one under which remaps are refused, or the full one
     kind, known = min(read.items(), key=lambda x: (x[1].rotation_is_own, x[0] != "full_attention"))
     rope = rope_settings(config, kind)
-    head_dim = _head_dim(layers[0].module)
+    own, heads = layer_config(config, layers[0].index), num_heads(layers[0])
     return ModelFacts(
-        num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        head_dim=head_dim,
-        value_dim=getattr(config, "v_head_dim", None) or head_dim,
+        num_layers=num_layers(config),
+        num_heads=heads,
+        num_kv_heads=_first(own, "decoder_num_key_value_heads", "num_key_value_heads") or heads,
+        head_dim=_head_dim(layers[0]),
+        value_dim=_value_dim(layers[0]),
         train_length=known.length,
         trained=known.reason if known.assumed is None else f"{known.reason} ({known.assumed})",
         assumed=known.assumed,
@@ -42,6 +44,28 @@ def facts_of(view: View, layers: list[Layer], train_length: int | None = None) -
         rope_type=rope.get("rope_type", "default") if find_rotary(view.modules, config, kind) else None,
         qk_norm=any(_normalises(layer.module) for layer in layers),
     )
+
+
+def facts_of_layer(facts: ModelFacts, layer: Layer) -> ModelFacts:
+    """Return a model's facts with the shape of one of its layers, in which layers may differ."""
+    return dataclasses.replace(facts, num_heads=num_heads(layer), value_dim=_value_dim(layer))
+
+
+def num_layers(config: Any) -> int:
+    """Return the number of layers that generate text: of an encoder-decoder, whose `num_hidden_layers` is its encoder's."""
+    return int(_first(config, "decoder_layers", "decoder_num_hidden_layers", "num_decoder_layers", "num_hidden_layers"))
+
+
+def num_heads(layer: Layer) -> int:
+    """Return the number of query heads of a layer, which the module knows where layers or stacks differ."""
+    own = getattr(layer.module, "num_heads", None)
+    names = ("decoder_attention_heads", "decoder_num_attention_heads", "num_attention_heads")
+    return int(own if isinstance(own, int) else _first(layer_config(layer.config, layer.index), *names))
+
+
+def _first(config: Any, *names: str) -> Any:
+    """Return the first of these settings that a config has; None: it has none."""
+    return next((x for name in names if (x := getattr(config, name, None)) is not None), None)
 
 
 def _normalises(attention: nn.Module) -> bool:
@@ -62,7 +86,7 @@ def own_temperature(view: View, layers: list[Layer]) -> str | None:
         rope, rotary, module = rope_settings(config, layer.type), find_rotary(view.modules, config, layer.type), layer.module
         turned = 1.0 if rotary is None else getattr(rotary.module, rotary.buffer.replace("inv_freq", "attention_scaling"), 1.0)
         # DeepSeek's models have it in their scaling
-        plain = not rope.get("mscale_all_dim") or module.scaling == getattr(module, "qk_head_dim", _head_dim(module)) ** -0.5
+        plain = not rope.get("mscale_all_dim") or module.scaling == getattr(module, "qk_head_dim", _head_dim(layer)) ** -0.5
         if turned != 1 or not plain:
             found.append(f"{rope['rope_type']}'s attention factor")
         if beta := rope.get("llama_4_scaling_beta"):
@@ -77,6 +101,10 @@ def own_temperature(view: View, layers: list[Layer]) -> str | None:
     return " and ".join(dict.fromkeys(found)) or None
 
 
-def _head_dim(attention: Any) -> int:
-    own, config = getattr(attention, "head_dim", None), attention.config
+def _head_dim(layer: Layer) -> int:
+    own, config = getattr(layer.module, "head_dim", None), layer_config(layer.config, layer.index)
     return int(own or config.hidden_size // config.num_attention_heads)
+
+
+def _value_dim(layer: Layer) -> int:
+    return int(getattr(layer_config(layer.config, layer.index), "v_head_dim", None) or _head_dim(layer))

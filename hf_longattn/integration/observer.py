@@ -16,6 +16,7 @@ from .config_records import raw_section
 from .internals import get_implementation, set_implementation
 from .layer_methods import settle
 from .layers import Layer, View
+from .model_facts import num_heads
 from .names import is_longattn_name
 from .state import AttentionState, LayerMethod, method_of, set_method
 
@@ -66,8 +67,7 @@ def _observe(view: View, observer: Observer, named: set[int] | None) -> list[Lay
         method, unchanged = method_of(layer.module), layer.why_not
         if method is None or method.whole_config is not whole:
             number = -1 if layer.why_never else layer.index
-            heads = config.num_attention_heads
-            method = LayerMethod(state, whole, None, unchanged or "", layer.windowed, heads, index=number)
+            method = LayerMethod(state, whole, None, unchanged or "", layer.windowed, num_heads(layer), index=number)
         if method.config is None and not unchanged:
             method = dataclasses.replace(method, config=LongAttnConfig())  # not in the method's `layers`: plain attention
         if method.config is None and not layer.why_never:

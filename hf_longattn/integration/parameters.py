@@ -14,6 +14,7 @@ from ..slots.method import Method, ModelFacts
 from ..user_warnings import warn
 from .internals import is_initialised
 from .layers import Layer, View
+from .model_facts import facts_of_layer
 from .offload import device_of, dtype_of, held, keep_learned
 from .state import method_of
 
@@ -22,7 +23,7 @@ def attach_learned_parts(view: View, facts: ModelFacts) -> None:
     """Give the layers of a model the learned parts of the methods that they run."""
     for layer in view.of_target:
         config = method.config if (method := method_of(layer.module)) is not None else None
-        attach(view.model, layer, () if config is None else config.methods, facts)
+        attach(view.model, layer, () if config is None else config.methods, facts_of_layer(facts, layer))
     keep_learned(view)
 
 

@@ -57,6 +57,6 @@ class CosScale(Score):
 
 
 def _unit(x: Tensor) -> Tensor:
-    """x / |x|; a zero vector stays zero. Norms in float32 at least."""
+    """x / |x|; a zero vector stays zero, with a finite gradient. Norms in float32 at least."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-    return (x / norm.clamp(min=1e-30)).to(x.dtype)
+    return (x / torch.where(norm > 0, norm, 1)).to(x.dtype)

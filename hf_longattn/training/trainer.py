@@ -43,7 +43,7 @@ def arguments(recipe: Recipe) -> TrainingArguments:
     if args.use_liger_kernel and not is_liger_kernel_available():
         raise ValueError("trainer.use_liger_kernel needs liger-kernel, which is not installed here: leave it out")
     if args.dataloader_persistent_workers and not args.dataloader_num_workers:
-        raise ValueError("trainer.dataloader_persistent_workers keeps workers: give trainer.dataloader_num_workers, or leave it out")
+        raise ValueError("trainer.dataloader_persistent_workers keeps workers: give trainer.dataloader_num_workers too")
     if args.fp16 and args.device.type == "cpu":
         raise ValueError("trainer.fp16 does nothing on a CPU: leave it out, or take trainer.bf16")
     try:

@@ -114,7 +114,7 @@ def test_vectors_of_length_zero_have_no_direction(case: str) -> None:
     for x in leaves[:2]:
         x[:, :, 1] = 0
     found = with_gradients(hf_longattn.attention, leaves, CONFIGS[case], rotation=rotation(6))
-    assert all(x.isfinite().all() for x in found)
+    assert all(x.abs().max() < 1e4 for x in found)  # float16 holds 65,504
 
 
 # tables and factors -----------------------------------------------------------------------------------------------------

@@ -9,10 +9,11 @@ from typing import Any
 
 import parts
 import pytest
+import tiny_configs
 import torch
 import transformers
 from cases import CASES, DEFAULT, FAMILIES, VOCAB
-from helpers import build, close, feed, multimodal, picture, stock, tokens
+from helpers import build, close, feed, logits, multimodal, picture, stock, tokens
 from transformers import AutoModelForCausalLM, Gemma3ForConditionalGeneration
 
 import hf_longattn
@@ -136,6 +137,67 @@ def test_a_remap_in_a_decoder_that_reads_an_encoder_is_refused(tmp_path: Path) -
     with pytest.raises(ValueError, match=message):
         type(pair).from_pretrained(tmp_path, attn_implementation="rerope:window=7")
     hf_longattn.apply(pair, "windowed", window=7)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@torch.no_grad()
+def test_a_decoder_of_another_shape_than_its_encoder(alone: bool) -> None:
+    """Whisper's turbo has 32 layers and 4, DistilBART 12 and 6; the config's numbers are the encoder's."""
+    shape = {"decoder_layers": 3, "decoder_attention_heads": 4, "encoder_layers": 1, "encoder_attention_heads": 2}
+    torch.manual_seed(0)
+    kind = transformers.BartForCausalLM if alone else transformers.BartForConditionalGeneration
+    m = kind(transformers.BartConfig(**_PAIR | shape, init_std=0.3)).eval()
+    text = {"input_ids": tokens()} if alone else {"input_ids": tokens(2, 9), "decoder_input_ids": tokens()}
+    inputs = text | {"use_cache": False}  # the cache of BartForCausalLM has the encoder's layers
+    plain = m(**inputs).logits
+    logit = [[0.1 * (layer + 1) * (head + 1) for head in range(4)] for layer in range(3)]
+    hf_longattn.apply(m, "attention_sink+infoscale", logit=logit, train_length=5)
+    changed = m(**inputs).logits
+    assert (changed - plain).abs().max() > 1e-3
+    hf_longattn.update(m, backend="reference")
+    close(m(**inputs).logits, changed)
+    hf_longattn.remove(m)
+    with pytest.raises(ValueError, match="the model has layers 0 to 2"):
+        hf_longattn.apply(m, "alibi", layers=[3])
+    assert torch.equal(m(**inputs).logits, plain)
+    assert hf_longattn.measure(m, text).output_deviation.shape == (3, 4)
+
+
+def laguna() -> Any:
+    if not hasattr(transformers, "LagunaConfig"):
+        pytest.skip("this release has no Laguna")
+    config = tiny_configs.tiny(transformers.LagunaConfig)
+    config.num_attention_heads_per_layer = [8, 4, 8, 4]
+    return transformers.LagunaForCausalLM(config).eval()
+
+
+def gemma4() -> Any:
+    """Its large checkpoints have fewer key heads, of another width, in layers of full attention."""
+    kind, values = FAMILIES["gemma4"]
+    keys = {"num_kv_shared_layers": 0, "attention_k_eq_v": True, "num_key_value_heads": 2, "num_global_key_value_heads": 1}
+    return AutoModelForCausalLM.from_config(getattr(transformers, kind)(**values | keys)).eval()
+
+
+@pytest.mark.parametrize("build", [laguna, gemma4])
+def test_layers_that_differ_in_the_number_or_the_width_of_their_heads(build: Any) -> None:
+    torch.manual_seed(0)
+    m = build()
+    exact(m)
+    hf_longattn.remove(m)
+    plain = logits(m)
+    for name in ("alibi", "attention_sink:learned=true", "logn:learned=true:train_length=5", "output_layer_norm"):
+        changed = logits(hf_longattn.apply(m, name, layers="all"))
+        assert (changed - plain).abs().max() > 1e-3
+        close(logits(hf_longattn.update(m, backend="reference")), changed)
+        hf_longattn.remove(m)
+
+
+def test_numbers_by_head_where_layers_differ() -> None:
+    m, logit = laguna(), [[0.5] * 8] * 4
+    with pytest.raises(ValueError, match=r"logit has a number for each of 8 heads, and layer 1 of Laguna.* has 4: give one"):
+        hf_longattn.apply(m, "attention_sink", logit=logit, layers="all")
+    changed = logits(hf_longattn.apply(m, "attention_sink", logit=logit, layers=[0, 2]))
+    close(logits(hf_longattn.update(m, backend="reference")), changed)
 
 
 def test_a_name_for_the_tower_alone_is_refused() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from ...config import LongAttnConfig
 from ...core.call import Call
 from ...integration.layers import Layer
+from ...integration.model_facts import num_layers
 from ...integration.observer import observe
 from .blocks import blocks
 from .copies import PASSAGE, SKIP, Copy, with_copies
@@ -49,7 +48,6 @@ def copying_heads(model: nn.Module, input_ids: Tensor) -> Tensor:
 
     ids, _ = with_copies(input_ids, copies)
     with torch.no_grad(), observe(model, seen) as layers:
-        config: Any = layers[0].config
         getattr(model, "base_model", model)(input_ids=ids, use_cache=False)
     missing = torch.full_like(next(iter(result.values())), torch.nan)
-    return torch.stack([result.get(i, missing) for i in range(config.num_hidden_layers)]).cpu()
+    return torch.stack([result.get(i, missing) for i in range(num_layers(layers[0].config))]).cpu()
