@@ -724,6 +724,8 @@ def test_a_method_that_reaches_as_far_keeps_the_length(tmp_path: Path) -> None:
         hf_longattn.apply(m, "self_extend", group=2, window=32)
     with pytest.raises(ValueError, match=r"reaches 96 tokens, not 128: .*Raise group or lower window, or use rerope"):
         hf_longattn.update(m, extended_to=128)
+    with pytest.raises(ValueError, match="reaches 96 tokens, not 256"):
+        hf_longattn.extend(longer("plain", tmp_path), to=256, method="self_extend", group=2, window=32)
     with pytest.raises(ValueError, match="infoscale extends nothing"):
         hf_longattn.apply(m, "infoscale", extended_to=128)
     assert says(hf_longattn.update(m, extended_to=90)) == {"max_position_embeddings": 90, "generation": 90}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -270,15 +271,18 @@ def _with_adapter(model: Any, adapter: str) -> Any:
     from peft import PeftModel
 
     try:
-        with unfit(f"the adapter {adapter} is damaged, or of a newer PEFT"):
+        with unfit(f"the adapter {adapter} is damaged, or of a newer PEFT"), warnings.catch_warnings():
+            warnings.filterwarnings("error", "Found missing adapter keys")  # PEFT goes on with layers that were never trained
             return PeftModel.from_pretrained(model, adapter)
     except (ValueError, OSError) as error:
-        if not (mismatches := [line.strip() for line in str(error).splitlines() if "size mismatch" in line]):
-            raise Refused(str(error)) from error
-        raise Refused(
-            f"the adapter {adapter} was made from another model: {len(mismatches)} of its weights do not fit, first of them: "
-            f"{mismatches[0].removesuffix(')')}"
-        ) from None
+        other, said = f"the adapter {adapter} was made from another model", str(error)
+        if mismatches := [line.strip() for line in said.splitlines() if "size mismatch" in line]:
+            first = mismatches[0].removesuffix(")")
+            raise Refused(f"{other}: {len(mismatches)} of its weights do not fit, first of them: {first}") from None
+        if "missing adapter keys" in said:
+            missing = re.findall("'([^']+)'", said)
+            raise Refused(f"{other}: {len(missing)} weights of this one are not in it ({_few(missing)})") from None
+        raise Refused(said) from error
 
 
 def carry(source: str, folder: Path, kind: Any) -> None:

@@ -180,9 +180,9 @@ def merge(adapter: str | Path, directory: str | Path, **options: Any) -> Path:
     folder = Path(adapter)
     if Path(directory).resolve() == folder.resolve():
         raise ValueError(f"{folder} holds the adapter, which the merged model would replace: give another folder")
-    saved, _ = contents(folder)
-    if "peft_type" not in saved:
+    if (folder / "config.json").is_file() and not (folder / ADAPTER).is_file():
         raise ValueError(f"{folder} holds a whole model: there is nothing to merge")
+    saved, _ = contents(folder)
     base = str(saved["base_model_name_or_path"])
     checkpoint = Checkpoint(base)
     model = load_setting(Setting("adapter", adapter=str(folder)), checkpoint, checkpoint.dtype)

@@ -25,6 +25,7 @@ from interrupts import at_step
 from peft import AutoPeftModel, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -62,6 +63,9 @@ def files(tmp_path_factory: Any) -> Path:
     wide = LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     adapted = get_peft_model(AutoModelForCausalLM.from_config(wide), LoraConfig(target_modules=["q_proj"]))
     adapted.save_pretrained(path / "wide")
+    shallow = AutoConfig.from_pretrained(path / "model", num_hidden_layers=1)
+    adapted = get_peft_model(AutoModelForCausalLM.from_config(shallow), LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(path / "shallow")
     (path / "broken.yaml").write_text("mine: {method: [")
     (path / "typo.yaml").write_text("mine: {methdo: logn}")
     (path / "type.yaml").write_text("mine: {method: 3}")
@@ -94,6 +98,7 @@ REFUSED = {
     EVAL + " --adapter foo=F/model": "holds no adapter",
     EVAL + " --adapter foo=F/missing": "is not a directory",
     EVAL + " --adapter foo=F/wide": "was made from another model:",
+    EVAL + " --adapter foo=F/shallow": "was made from another model: 2 weights of this one are not in it",
     EVAL + " --settings F/broken.yaml": "broken.yaml is not valid YAML",
     EVAL + " --settings F/typo.yaml": "'mine' has no 'methdo'; did you mean 'method'?",
     EVAL + " --settings F/type.yaml": "method cannot be 3",

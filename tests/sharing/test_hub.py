@@ -199,8 +199,10 @@ def test_an_adapter_is_merged_and_saved(base: Path, tmp_path: Path, case: str) -
         hf_longattn.merge(tmp_path / "adapter", tmp_path / "whole")
     with pytest.raises(ValueError, match="holds the adapter, which the merged model would replace"):
         hf_longattn.merge(tmp_path / "adapter", tmp_path / "whole" / ".." / "adapter", overwrite=True)
-    with pytest.raises(ValueError, match="holds a whole model: there is nothing to merge"):
-        hf_longattn.merge(tmp_path / "whole", tmp_path / "again")
+    hf_longattn.remove(AutoModelForCausalLM.from_pretrained(tmp_path / "whole")).save_pretrained(tmp_path / "plain")
+    for whole in ("whole", "plain"):
+        with pytest.raises(ValueError, match="holds a whole model: there is nothing to merge"):
+            hf_longattn.merge(tmp_path / whole, tmp_path / "again")
     with pytest.raises(ValueError, match=r"neither config\.json nor"):
         hf_longattn.merge(tmp_path, tmp_path / "again")
 
