@@ -45,6 +45,13 @@ def read_text(path: Path) -> str:
         ) from None
 
 
+def read_plain_text(path: Path) -> str:
+    """As `read_text`, of a file that is a text as it stands; ValueError for one of rows."""
+    if path.suffix == ".jsonl":
+        raise ValueError(f"{path} has rows, whose keys and brackets would be read too: write their texts into a plain file")
+    return read_text(path)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A file's JSON mapping; ValueError, which names the file, if it holds anything else."""
     try:

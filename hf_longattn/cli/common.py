@@ -307,11 +307,11 @@ def say_precision(asked: str, chosen: str) -> None:
 
 def read_texts(given: list[str]) -> dict[str, str]:
     """By file name, what --text names: files with commas, or by repeating the option."""
-    from ..checks import read_text
+    from ..checks import read_plain_text
 
     with refusing("--text"):
         files = [Path(t) for part in given for t in part.split(",") if t]
-        texts = {file.name: read_text(file) for file in files}
+        texts = {file.name: read_plain_text(file) for file in files}
         if len(texts) < len(files):
             raise ValueError(f"two texts share a file name: {', '.join(map(str, files))}")
     return texts

@@ -60,7 +60,7 @@ def extend(
     copies. Exit status 1 if nothing stays within the tolerance, or nothing is better than the unmodified model by more than
     chance.
     """
-    from ..checks import check_folder, check_output, read_text
+    from ..checks import check_folder, check_output, read_plain_text
     from ..evaluation.rows import SEARCHED
 
     length, given = tokens(to), told(train_length)
@@ -72,7 +72,7 @@ def extend(
             check_folder(out, set(), SEARCHED, f"{SEARCHED}.lock")
     check(model, dtype)
     with refusing("--text"):
-        content = read_text(text)
+        content = read_plain_text(text)
     device = device_here(device)
 
     from ..evaluation.loading import OneModel

@@ -56,6 +56,7 @@ def files(tmp_path_factory: Any) -> Path:
     tiny.save(path / "model", trained=1024)
     tiny.text(path / "book.txt", 5000)
     (path / "latin.txt").write_bytes("é".encode("latin-1") * 5000)
+    (path / "chats.jsonl").write_text('{"messages": []}')
     (path / "nomodel").mkdir()
     shutil.copytree(path / "model", path / "cut")
     weights = (path / "cut" / "model.safetensors").read_bytes()
@@ -123,6 +124,7 @@ REFUSED = {
     EVAL.replace("book", "none"): "none.txt is not a file",
     EVAL.replace("OUT", "F/model"): "holds something else (config.json); nothing is overwritten",
     EVAL.replace("book", "latin"): "latin.txt is not UTF-8",
+    EVAL.replace("book.txt", "chats.jsonl"): "chats.jsonl has rows",
     EVAL.replace("F/model", "F/nomodel"): "nomodel holds no model",
     EVAL.replace("F/model", "F/cut"): "model.safetensors is damaged",
     EVAL.replace("OUT", "/proc/out"): "/proc cannot be written to",
