@@ -145,8 +145,8 @@ def headline(results: Readings) -> str:
 
 #: By the number of documents, what so few say; the share is that of t intervals with 1 and 4 degrees of freedom.
 _FEW = {
-    1: "One document says nothing about chance, and has no interval",
-    2: "Two documents say little about chance: the intervals of five that differ as much would be a seventh as wide",
+    1: "One document cannot tell what is chance, and has no interval",
+    2: "Two documents hardly tell what is chance: five that differ as much would give intervals a seventh as wide",
 }
 
 
@@ -164,7 +164,8 @@ def _taken(results: Readings) -> str:
     if first == UNMODIFIED:
         apart = [found for s in others for _, _, found in judged(results, s) if found and not equal(results, s)]
         nothing = bool(apart) and not any(map(certain, apart))
-        return "Take the model as it is: no setting differs from it by more than chance. " * nothing + summary(results)
+        least = f"{TOLERANCE:g} nats" if all(math.isnan(half) for _, half in apart) else "chance"
+        return f"Take the model as it is: no setting differs from it by more than {least}. " * nothing + summary(results)
     against = [f"{text} {signed(found)}" for text, _, found in judged(results, first) if found]
     after = f" Next: {others[0]}." if others[:1] not in ([], [UNMODIFIED]) else ""
     return f"Take {first}. In nats per token, against the unmodified model: {'; '.join(against)}.{after}"
