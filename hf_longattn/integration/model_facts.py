@@ -57,10 +57,11 @@ def num_layers(config: Any) -> int:
 
 
 def num_heads(layer: Layer) -> int:
-    """Return the number of query heads of a layer, which the module knows where layers or stacks differ."""
-    own = getattr(layer.module, "num_heads", None)
+    """Return the number of query heads of a layer, of all processes that share it."""
+    if (by_layer := getattr(layer.config, "num_attention_heads_per_layer", None)) is not None:
+        return int(by_layer[layer.index])
     names = ("decoder_attention_heads", "decoder_num_attention_heads", "num_attention_heads")
-    return int(own if isinstance(own, int) else _first(layer_config(layer.config, layer.index), *names))
+    return int(_first(layer_config(layer.config, layer.index), *names))
 
 
 def _first(config: Any, *names: str) -> Any:
