@@ -30,6 +30,8 @@ LENGTHS = (
     *("length", "skip.target_length", "calibrate", "needle.haystack_tokens"),
     *("evaluation.far", "evaluation.tokens", "evaluation.lengths", "evaluation.final_lengths"),
 )
+#: Keys that may name files or folders.
+PATHS = {"model", "tokenizer", "data", "heldout"}
 RECIPES = ("continue_lora", "convert_distill", "method_lora", "needle_lora")
 
 
@@ -235,21 +237,35 @@ def dump(recipe: Recipe) -> str:
 
 
 def differences(before: str, recipe: Recipe) -> list[str]:
-    """The keys in which a recipe is not the one that `dump` wrote before: "trainer.max_steps (6, now 8)"."""
+    """The keys in which a recipe is not the one that `dump` wrote before: "trainer.max_steps (6, now 8)". Where a run lies is
+    no difference, nor is how the path of a file or folder is written."""
     import yaml
 
     old, new = (dict(_flat(yaml.safe_load(text))) for text in (before, dump(recipe)))
-    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return [f"{key} ({old.get(key, 'not set')}, now {new.get(key, 'not set')})" for key in keys] or ["how it is written"]
+    keys = [key for key in {**old, **new} if key != "output" and _meant(key, old) != _meant(key, new)]
+    return [f"{key} ({_said(key, old)}, now {_said(key, new)})" for key in keys]
 
 
-def _flat(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """By dotted key, each value as YAML says it."""
+def _flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Each value by its dotted key."""
     for key, value in values.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{key}.")
         else:
-            yield prefix + str(key), "null" if value is None else str(value)
+            yield prefix + str(key), value
+
+
+def _meant(key: str, values: Mapping[str, Any]) -> Any:
+    """What a key is set to; of files and folders, wherever they are named, which they are."""
+    value = values.get(key)
+    if key not in PATHS or value is None:
+        return value
+    paths = [Path(entry).expanduser() for entry in (value if isinstance(value, list) else [value])]
+    return [str(path.resolve() if path.exists() or "*" in str(path) else path) for path in paths]
+
+
+def _said(key: str, values: Mapping[str, Any]) -> str:
+    return "not set" if key not in values else "null" if values[key] is None else str(values[key])
 
 
 def check(recipe: Recipe) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..checks import Refused
 from ..evaluation.rows import alone
-from .recipe import Evaluation, Recipe, differences, dump
+from .recipe import Evaluation, Recipe, differences
 
 RECIPE_FILE, METRICS_FILE, LOCK_FILE = "recipe.yaml", "metrics.json", "training.lock"
 
@@ -30,25 +30,23 @@ def resumed_from(recipe: Recipe, output: Path, resume: bool) -> str | None:
     if not resume:
         there = output.exists() and (not output.is_dir() or any(p.name != LOCK_FILE for p in output.iterdir()))
         if there and is_first():  # other processes may come after the first has begun to write
-            raise Refused(f"{output} exists; nothing is overwritten: choose another output, or continue with --resume")
+            begun, finished = ((output / name).is_file() for name in (RECIPE_FILE, METRICS_FILE))
+            state = f"the run in {output} is finished" if begun and finished else f"{output} exists"
+            way = ", or continue with --resume" if begun and not finished else ""
+            raise Refused(f"{state}; nothing is overwritten: choose another output{way}")
         return None
     if not (output / RECIPE_FILE).is_file():
         raise Refused(f"{output} holds no run to resume")
     if (output / METRICS_FILE).exists():
         raise Refused(f"the run in {output} is finished: there is nothing to resume")
-    if changed := [key for key in _changed(recipe, output) if not key.startswith("evaluation.")]:
+    changed = differences((output / RECIPE_FILE).read_text(encoding="utf-8"), recipe)
+    if changed := [key for key in changed if not key.startswith("evaluation.")]:
         raise Refused(
             f"{output / RECIPE_FILE} differs from this recipe in {', '.join(changed)}: resume with the settings that it was "
             "started with (those of evaluation may change)"
         )
     checkpoint = last_checkpoint(output)  # none: from the start
     return None if checkpoint is None else str(checkpoint)
-
-
-def _changed(recipe: Recipe, output: Path) -> list[str]:
-    """Return the keys in which a recipe differs from the one that started a run."""
-    before = (output / RECIPE_FILE).read_text(encoding="utf-8")
-    return [] if before == dump(recipe) else differences(before, recipe)
 
 
 def began_with(recipe: Recipe, output: Path, resume: bool) -> Evaluation:

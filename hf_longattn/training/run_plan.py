@@ -49,6 +49,11 @@ def plan(run: Prepared) -> str:
         ("memory", memory),
         ("time", _time(run)),
     ]
+    if run.resume and run.checkpoint is None:
+        lines.append(("note", f"{run.output} holds no whole checkpoint: this run begins at step 0"))
+    kept = len(run.data.held_out)
+    if run.resume and run.data.test_task is None and recipe.evaluation.tokens > kept:
+        lines.append(("note", f"what is held out stays as the run began, {kept:,} tokens: evaluation.tokens reads no more"))
     lines += [("note", _without_effect(run, method)) for method in run.idle]
     if not recipe.hub.streaming and (often := rows * args.max_steps / max(1, len(run.data.train))) > OFTEN:  # type: ignore[arg-type]
         lines.append(("note", f"each window is read {often:.0f} times: give more text, or fewer steps (trainer.max_steps)"))

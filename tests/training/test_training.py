@@ -71,7 +71,7 @@ from hf_longattn.training.loss import CHUNK, CausalLoss, trained_by
 from hf_longattn.training.models import put_adapter
 from hf_longattn.training.preflight import Prepared
 from hf_longattn.training.recipe import Distill, Hub, Skip
-from hf_longattn.training.run_folder import METRICS_FILE
+from hf_longattn.training.run_folder import METRICS_FILE, resumed_from
 from hf_longattn.training.trainer import RecipeTrainer, interruptible
 
 ROOT = Path(__file__).parents[2]
@@ -194,6 +194,16 @@ def test_continue_lora(tiny: Path, tmp_path: Path) -> None:
     assert found[32]["loss"] == pytest.approx(stored, abs=1e-5)
 
 
+#: Files of a checkpoint as a full disk or a careless hand leaves them; None: removed.
+DAMAGED = (
+    ("optimizer.pt", b""),
+    ("optimizer.pt", b"garbage"),
+    ("scheduler.pt", b"PK\x03\x04"),
+    ("rng_state.pth", b"garbage"),
+    ("adapter_model.safetensors", None),
+    ("adapter_model.safetensors", b"short"),
+    ("adapter_config.json", b"{}"),
+)
 #: What a run changes, and how long a text its model says to read: of one that was trained at 256.
 READS: dict[str, tuple[dict[str, Any], int]] = {
     "skipped positions": ({}, 1024),
@@ -537,7 +547,10 @@ def test_a_resumed_run_may_be_measured_otherwise(tiny: Path, tmp_path: Path) -> 
         trained("continue_lora", settings(tiny, out, **quick))
     began = (out / "recipe.yaml").read_text()
     other = quick | {"evaluation__far": 0, "evaluation__tokens": 2000, "evaluation__final_lengths": "[64]"}
-    metrics = trained("continue_lora", settings(tiny, out, **other), resume=True)
+    resumed = prepare(load_recipe("continue_lora", settings(tiny, out, **other)), resume=True)
+    kept = len(resumed.data.held_out)
+    assert f"what is held out stays as the run began, {kept:,} tokens: evaluation.tokens reads no more" in plan(resumed)
+    metrics = run(resumed)
     assert losses(metrics) == losses(whole)
     assert list(metrics["measured"]["trained"]) == [32, 64]
     assert metrics["reach"] == {"text": "", "probe": {}}
@@ -850,14 +863,61 @@ def test_nothing_is_overwritten(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     overrides = settings(tiny, tmp_path / "out")
     (tmp_path / "out/thesis.tex").write_text("")
-    assert "nothing is overwritten" in command("continue_lora", *overrides).output
+    assert command("continue_lora", *overrides).output.endswith("exists; nothing is overwritten: choose another output\n")
     assert "holds no run to resume" in command("continue_lora", *overrides, "--resume").output
     recipe = load_recipe("continue_lora", overrides)
     (tmp_path / "out/recipe.yaml").write_text(dump(recipe))
-    prepare(recipe, resume=True)
+    assert re.search(r"note .* holds no whole checkpoint: this run begins at step 0", plan(prepare(recipe, resume=True)))
+    assert command("continue_lora", *overrides).output.endswith("choose another output, or continue with --resume\n")
+    (tmp_path / "out/metrics.json").write_text("{}")
+    assert re.search(
+        r"the run in .* is finished; nothing is overwritten: .* output$", command("continue_lora", *overrides).output
+    )
+    (tmp_path / "out/metrics.json").unlink()
     recipe.trainer["learning_rate"] = 1.0
     with pytest.raises(ValueError, match=r"differs from this recipe in trainer\.learning_rate \(0\.001, now 1\.0\): resume"):
         prepare(recipe, resume=True)
+
+
+def test_a_run_goes_on_wherever_it_lies_and_however_its_files_are_named(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny)
+    out, given = tmp_path / "moved", {"model": "model", "data": "train.txt", "heldout": "te*.txt"}
+    out.mkdir()
+    (out / "recipe.yaml").write_text(dump(load_recipe("continue_lora", settings(tiny, tmp_path / "out", **given))))
+
+    def resumed(**changes: Any) -> str | None:
+        return resumed_from(load_recipe("continue_lora", settings(tiny, out, **given | changes)), out, True)
+
+    for change in ({"model": "model/"}, {"data": "./train.txt"}, {"data": "[train.txt]"}, {"heldout": tiny / "te*.txt"}):
+        assert resumed(**change) is None
+    for change, said in (
+        ({"data": "test.txt"}, r"data \(train\.txt, now test\.txt\):"),
+        ({"model": "a/b"}, r"model \(model, now a/b\)"),
+    ):
+        with pytest.raises(Refused, match=f"differs from this recipe in {said}"):
+            resumed(**change)
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_named_with_the_way_out(tiny: Path, tmp_path: Path) -> None:
+    overrides = settings(tiny, tmp_path / "cut", evaluation__compare=False)
+    with at_step(5), pytest.raises(KeyboardInterrupt):
+        trained("continue_lora", overrides)
+    last = tmp_path / "cut/checkpoint-4"
+    shutil.copytree(last, tmp_path / "whole")
+    for name, content in DAMAGED:
+        if content is None:
+            (last / name).unlink()
+        else:
+            (last / name).write_bytes(content)
+        refused = command("continue_lora", *overrides, "--resume")
+        assert refused.exit_code == 2, refused.output
+        assert re.search(rf"^Error: the checkpoint {last} cannot be loaded \(\w+.*\): remove that", refused.output, re.M), name
+        shutil.copytree(tmp_path / "whole", last, dirs_exist_ok=True)
+    shutil.rmtree(last)
+    assert trained("continue_lora", overrides, resume=True)["resumed_from"] == "checkpoint-2"
 
 
 @pytest.mark.slow
