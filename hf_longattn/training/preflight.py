@@ -42,6 +42,7 @@ class Prepared:
         empty: the model before training, without weights; `built` puts method and adapter into it.
         reads: the longest text that the model sees in training, jumps of positions counted.
         methods: what the slots hold, with what the model fills in.
+        qk_norm: whether the model normalises its queries and keys.
         back: from how far back copies are probed at the end.
         unprobed: why none are, where the recipe asks for it; else empty.
         text: the length of the long text that is read at the end, or None.
@@ -60,6 +61,7 @@ class Prepared:
     args: TrainingArguments
     reads: int
     methods: tuple[Method, ...]
+    qk_norm: bool
     back: tuple[int, ...]
     unprobed: str
     text: int | None
@@ -172,7 +174,7 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
     skip = _with_target_length(recipe, original)
     reads = (skip.skip.target_length if recipe.positions == "skip" else None) or recipe.length
     empty = start.build(dtype=recipe.dtype)
-    reaches, methods = _reach(recipe, start, empty, reads)
+    reaches, methods, qk_norm = _reach(recipe, start, empty, reads)
     started = began_with(recipe, output, resume)
     held_out = min(reaches, _far(started))
     data = Data(dataclasses.replace(skip, evaluation=started), tokenizer, max(held_out, PROBED) if held_out else 0)
@@ -186,8 +188,9 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
         )
     check_processes(recipe, args, start.text_config)
     text = _long_text(recipe, data, far)
-    where = (recipe, output, checkpoint, tokenizer, data)
-    run = Prepared(*where, attention, start, original, empty, args, reads, methods, back, why_not, text, False, resume)
+    given = (recipe, output, checkpoint, tokenizer, data, attention)
+    models = (start, original, empty)
+    run = Prepared(*given, *models, args, reads, methods, qk_norm, back, why_not, text, False, resume)
     return run if recipe.evaluation.far is not None else _within_budget(run)
 
 
@@ -205,8 +208,8 @@ def _trained_length(checkpoint: Checkpoint) -> int:
     return recorded(checkpoint.text_config, checkpoint.text_config.longattn).length or sys.maxsize
 
 
-def _reach(recipe: Recipe, start: Checkpoint, empty: Any, reads: int) -> tuple[int, tuple[Method, ...]]:
-    """Return the length that the model reads after training (0: not asked), and its bound methods."""
+def _reach(recipe: Recipe, start: Checkpoint, empty: Any, reads: int) -> tuple[int, tuple[Method, ...], bool]:
+    """Return the length that the model reads after training (0: not asked), its bound methods, and whether it has QK-norm."""
     attention = recipe.setting.config
     _check_table(recipe, attention, reads, table_entries(empty))
     try:
@@ -214,9 +217,9 @@ def _reach(recipe: Recipe, start: Checkpoint, empty: Any, reads: int) -> tuple[i
     except ValueError:
         if attention is not None:
             raise
-        return 0, ()  # no method goes into it, and no probe, which jumps over positions
+        return 0, (), False  # no method goes into it, and no probe, which jumps over positions
     reaches = max(int(min(reads, bound.reach)) if attention else reads, facts.train_length or 0)
-    return min(reaches, start.end or reaches), bound.methods if attention else ()
+    return min(reaches, start.end or reaches), bound.methods if attention else (), facts.qk_norm
 
 
 def _check_table(recipe: Recipe, attention: LongAttnConfig | None, reads: int, table: int | None) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
+from typing import Any
 
 from transformers import TrainingArguments
 
@@ -55,6 +57,8 @@ def plan(run: Prepared) -> str:
     if run.resume and run.data.test_task is None and recipe.evaluation.tokens > kept:
         lines.append(("note", f"what is held out stays as the run began, {kept:,} tokens: evaluation.tokens reads no more"))
     lines += [("note", _without_effect(run, method)) for method in run.idle]
+    if run.qk_norm and {"rerope", "infoscale"} <= {m.name for m in run.methods}:
+        lines.append(("note", "this model has QK-norm, and such models retrieve better under method=rerope+logn"))
     if not recipe.hub.streaming and (often := rows * args.max_steps / max(1, len(run.data.train))) > OFTEN:  # type: ignore[arg-type]
         lines.append(("note", f"each window is read {often:.0f} times: give more text, or fewer steps (trainer.max_steps)"))
     if recipe.positions == "skip" and recipe.length > run.trained_length:
@@ -99,20 +103,26 @@ def _without_effect(run: Prepared, method: Method) -> str:
     recipe, name, unchanged = run.recipe, method.name, method.identity_below
     if unchanged == math.inf or method.slot == "logit_map":
         return f"{name} changes nothing with these settings (strength, decay): nothing is learned of it"
-    longer = f"length={2 * int(unchanged)}" if unchanged < sys.maxsize else "a longer length"
+    skips, seen = recipe.positions == "skip" and recipe.skip.unskipped < 1, run.seen
+    other = ", or positions=skip, which shows far distances in short windows"
     if method.slot == "temperature":  # by the number of keys, which skipped positions do not raise
-        clamped = ", or clamp=false, with which it acts on every row" if getattr(method, "clamp", False) else ""
-        return (
-            f"{name} changes no row that sees up to {unchanged:,.0f} keys, and rows of training see {run.seen:,} at most: "
-            f"nothing is learned of it, in longer texts it acts as it is. To train it take {longer}{clamped}"
-        )
-    skips = recipe.positions == "skip" and recipe.skip.unskipped < 1
-    shown = run.reads if skips else run.seen
-    other = "a larger skip.target_length" if skips else "or positions=skip, which shows far distances in short windows"
+        other = f", or {_unclamped(recipe.method)}, which acts on every row" if getattr(method, "clamp", False) else ""
+    elif skips:
+        seen, other = run.reads, ", or a larger skip.target_length"
+    longer = f"length={2 * int(unchanged)}" if unchanged < sys.maxsize else "a longer length"
     return (
-        f"{name} changes nothing in texts of up to {unchanged:,.0f} tokens, and training shows {shown:,}: nothing is learned "
-        f"of it. Take {longer}, {other}"
+        f"{name} does nothing up to {unchanged:,.0f} tokens, and training shows {seen:,}, so that training does not touch it. "
+        f"It still acts in longer texts. To train it: {longer}{other}"
     )
+
+
+def _unclamped(method: Any) -> str:
+    """What to type for the recipe's method without its clamp."""
+    if not isinstance(method, str):
+        return "method.temperature.clamp=false"
+    names, at, rope = method.partition("@")
+    kept = [part for part in names.split(":") if not part.strip().startswith("clamp=")]
+    return shlex.quote(f"method={':'.join([*kept, 'clamp=false'])}{at}{rope}")
 
 
 def _longer_windows(recipe: Recipe, trained: int) -> str:

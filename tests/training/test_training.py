@@ -8,6 +8,7 @@ import json
 import math
 import random
 import re
+import shlex
 import shutil
 import signal
 from collections.abc import Callable
@@ -27,7 +28,7 @@ pytest.importorskip("omegaconf")
 from helpers import crossed
 from interrupts import at_pass, at_step
 from peft import PeftModel
-from tiny import save_gpt2
+from tiny import save, save_gpt2
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace, WhitespaceSplit
@@ -429,12 +430,41 @@ def test_a_key_that_is_given_as_an_option_is_answered_by_how_it_is_written() -> 
 @pytest.mark.slow
 def test_a_plan_says_where_a_method_changes_nothing(tiny: Path, tmp_path: Path) -> None:
     told = plan(prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", positions="plain", length=128))))
-    assert "rerope changes nothing in texts of up to 128 tokens, and training shows 128: nothing is learned of it" in told
-    assert "Take length=256, or positions=skip, which shows far distances in short windows" in told
-    assert "infoscale changes no row that sees up to 256 keys, and rows of training see 128 at most" in told
-    assert told.endswith("To train it take length=512, or clamp=false, with which it acts on every row")
+    untouched = "and training shows 128, so that training does not touch it. It still acts in longer texts. To train it: "
+    skip = "length=256, or positions=skip, which shows far distances in short windows"
+    assert f"rerope does nothing up to 128 tokens, {untouched}{skip}" in told
+    unclamped = "length=512, or method=rerope+infoscale:clamp=false, which acts on every row"
+    assert f"infoscale does nothing up to 256 tokens, {untouched}{unclamped}" in told
     told = plan(prepare(load_recipe("needle_lora", settings(tiny, tmp_path / "out", length=400, method="rerope"))))
-    assert "changes nothing" not in told
+    assert "does nothing" not in told
+
+
+UNCLAMPED = {
+    "rerope+infoscale:window=16@prope:0.5": "method=rerope+infoscale:window=16:clamp=false@prope:0.5",
+    "infoscale:clamp=true": "method=infoscale:clamp=false",
+    "infoscale:layers=[0, 1]": "'method=infoscale:layers=[0, 1]:clamp=false'",
+    "{temperature: {name: infoscale}}": "method.temperature.clamp=false",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", UNCLAMPED)
+def test_what_a_plan_says_to_type_trains_the_method(tiny: Path, tmp_path: Path, method: str) -> None:
+    overrides = settings(tiny, tmp_path / "out", method=method)
+    (note,) = re.findall(
+        r"To train it: length=512, or (.+), which acts on every row", plan(prepare(load_recipe("continue_lora", overrides)))
+    )
+    assert note == UNCLAMPED[method]
+    again = prepare(load_recipe("continue_lora", [*overrides, *shlex.split(note)]))
+    assert (again.idle, [m.clamp for m in again.methods if m.slot == "temperature"]) == ((), [False])
+
+
+@pytest.mark.slow
+def test_a_plan_names_the_method_for_models_with_qk_norm(tiny: Path, tmp_path: Path) -> None:
+    base = save(tmp_path / "qwen3", kind="Qwen3")
+    for method, noted in (("rerope+infoscale", True), ("rerope+logn", False), (None, False)):
+        told = plan(prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", model=base, method=method))))
+        assert ("this model has QK-norm, and such models retrieve better under method=rerope+logn" in told) is noted
 
 
 def test_time_is_estimated_by_what_is_computed(tiny: Path, tmp_path: Path) -> None:
