@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import re
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -39,7 +40,7 @@ def find(sources: Any) -> list[str]:
     result: list[str] = []
     for source in sources if isinstance(sources, list) else [sources]:
         files = sorted(glob.glob(str(Path(source).expanduser()), recursive=True))
-        if not files and (Path(source).suffix in {".txt", *BUILDERS} or source.startswith((".", "/", "~")) or "*" in source):
+        if not files and _looks_like_a_file(source):
             parts = [part.strip() for part in source.split(",")]
             listed = f": several are written as a list, data=[{','.join(parts)}]" if len(parts) > 1 else ""
             raise ValueError(f"there is no file {source!r}{listed}")
@@ -48,6 +49,13 @@ def find(sources: Any) -> list[str]:
     for source in result:
         each.setdefault(_identity(source), source)
     return list(each.values())
+
+
+def _looks_like_a_file(source: str) -> bool:
+    """Tell whether a name is hardly that of a data set: by its place, its ending, or a pattern in it."""
+    ending = Path(source).suffix
+    ends = ending in {".txt", *BUILDERS} or ("/" not in source and re.fullmatch(r"\.[A-Za-z0-9]{1,5}", ending))
+    return bool(ends or source.startswith((".", "/", "~")) or "*" in source)
 
 
 def _identity(source: str) -> str:
@@ -94,7 +102,15 @@ def _rows(source: str, hub: Hub) -> Iterator[dict[str, Any]]:
     path = Path(source)
     if not path.is_file():
         name, _, split = source.partition(":")
-        yield from load_dataset(name, hub.config, split=split or "train", streaming=hub.streaming)
+        try:
+            rows = load_dataset(name, hub.config, split=split or "train", streaming=hub.streaming)
+        except (FileNotFoundError, ConnectionError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"there is no file {source!r}, and reading a data set of that name from the Hub failed ({reason}): give a "
+                "file by its path"
+            ) from None
+        yield from rows
         return
     try:
         yield from load_dataset(BUILDERS[path.suffix], data_files=str(path), split="train", streaming=hub.streaming)
@@ -342,6 +358,7 @@ class Data:
             self.train_task = NeedleTask(tokenizer, haystack, recipe.needle.needles, recipe.seed)
             self.test_task = NeedleTask(tokenizer, self.held_out, recipe.needle.needles, recipe.seed + 1)
             self.train_task.check(recipe.length)
+            self._check_held_out(recipe, longest)
             for length in {*recipe.lengths, *recipe.final_lengths}:
                 self.test_task.check(length)
             self.train = NeedleWindows(self.train_task, recipe.length, _samples(recipe), skip)
@@ -357,17 +374,19 @@ class Data:
             kept = max(kept, min(far, sum(map(len, tokens)) // 10))
             tokens, self.held_out = _split(tokens, kept)
             self.train = Windows(pack(tokens, recipe.length, start), finish)
-        answered = " with an answer in it" if recipe.hub.answers else ""
         if not recipe.hub.streaming and len(self.train) == 0:  # type: ignore[arg-type]
-            raise ValueError(
-                f"the data is shorter than one window of {recipe.length} tokens" + answered + _also_held_out(kept_out, kept)
-            )
+            raise ValueError(_too_short(recipe, sources, tokenizer, kept))
+        self._check_held_out(recipe, longest)
+
+    def _check_held_out(self, recipe: Recipe, longest: int) -> None:
+        """Raise ValueError if the held-out text is shorter than what is to be read of it."""
         if len(self.held_out) < longest:
             own = recipe.evaluation.lengths or recipe.evaluation.final_lengths
             names = "evaluation.lengths and evaluation.final_lengths" if own else "length"
+            other = ", give another by heldout=FILE," if recipe.heldout is None else ""
             raise ValueError(
-                f"the held-out text has {len(self.held_out)} tokens, evaluation at length {longest} needs as many: add text "
-                f"or shorten {names}"
+                f"the held-out text has {len(self.held_out)} tokens, evaluation at length {longest} needs as many: add text"
+                f"{other} or shorten {names}"
             )
 
     def first_windows(self, count: int) -> list[Tensor]:
@@ -398,8 +417,18 @@ def _split(tokens: list[list[int]], kept: int) -> tuple[list[list[int]], Tensor]
     return train, asked(flat_tokens[-kept:])[0]
 
 
-def _also_held_out(kept_out: list[str] | None, kept: int) -> str:
-    if kept_out is not None:
-        return ""
+def _too_short(recipe: Recipe, sources: list[str], tokenizer: Any, kept: int) -> str:
+    """Say why data of which the last `kept` tokens are held out makes no window."""
+    found = list(texts(sources, recipe.hub))
+    roles = {message["role"] for chat in found if isinstance(chat, chats.Chat) for message in chat.messages}
+    if recipe.hub.answers and roles and "assistant" not in roles:
+        there = ", ".join(sorted(roles))
+        return f"hub.answers trains on what the role assistant says, and no message of the data has it: the roles are {there}"
+    blank = all(isinstance(text, str) and not text.strip() for text in found)
+    count = 0 if blank else sum(map(len, documents(sources, recipe.hub, tokenizer)))
+    answered = " with an answer in it" if recipe.hub.answers else ""
+    said = f"the data ({count:,} tokens) is shorter than one window of {recipe.length} tokens{answered}"
+    if recipe.heldout is not None:
+        return said
     ways_out = "more text, a smaller length, a smaller evaluation.tokens, or heldout"
-    return f", after its last {kept} tokens are held out: give {ways_out}"
+    return f"{said}, after its last {kept} tokens are held out: give {ways_out}"

@@ -811,6 +811,7 @@ def test_dry_run_loads_no_weights(tiny: Path, tmp_path: Path, monkeypatch: pytes
     assert not (tmp_path / "out").exists()
 
 
+NEEDLES = ["needle.needles=3", "positions=plain", "length=400"]
 REFUSED = {
     "Did you mean: 'method'": ["methdo=alibi"],
     "Did you mean: 'alpha'": ["lora.alhpa=3"],
@@ -825,14 +826,29 @@ REFUSED = {
     "could not be converted to Integer": ["length=long"],
     "unknown method 'scale'": ["method=scale"],
     "no parameter 'tua'": ["method=scale_invariant:tua=3"],
-    "there is no file": ["data=missing.txt"],
+    "there is no file 'missing.txt'": ["data=missing.txt"],
+    "there is no file 'missing.md'": ["data=missing.md"],
+    "there is no file 'a/missing.csv'": ["heldout=a/missing.csv"],
     "trained at 256 tokens; windows of 512": ["length=512", "distill.weight=0.5"],
-    "shorter than one window of 100000 tokens$": ["length=100000"],
+    "data \\([\\d,]{6,} tokens\\) is shorter than one window of 100000 tokens$": ["length=100000"],
+    "data \\(0 tokens\\) is shorter than one window of 32 tokens$": ["data=BLANK"],
+    "no message of the data has it: the roles are model, user$": [
+        "hub.answers=true",
+        "data=CHATS",
+        "heldout=null",
+        "tokenizer=CHATTING",
+    ],
     "shorter than one window .*a smaller evaluation.tokens": ["length=100000", "heldout=null"],
     "evaluation at length 50000 .*shorten evaluation.lengths": ["evaluation.lengths=[50000]"],
     "shorten length": ["length=2000", "heldout=SHORT"],
     "needle texts|no room for 3 needles": ["needle.needles=3", "positions=plain"],
-    "the haystack has": ["needle.needles=3", "positions=plain", "length=400", "evaluation.final_lengths=[40000]"],
+    "held-out text .*add text or shorten evaluation": [*NEEDLES, "evaluation.final_lengths=[40000]"],
+    "held-out text .* length 2048 .*add text, give another by heldout=FILE, or shorten length": [
+        *NEEDLES,
+        "length=2k",
+        "heldout=null",
+    ],
+    "the haystack has": [*NEEDLES, "length=40000"],
     "target_length must exceed": ["positions=skip", "skip.target_length=32"],
     "it needs lora": ["distill.weight=0.5", "lora=null"],
     "take \\['lm_head'\\] out": ["distill.weight=0.5", "lora.targets=[q_proj,lm_head]"],
@@ -870,9 +886,15 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_refused_before_the_model_loads(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str) -> None:
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were read"))
-    (short := tmp_path / "short.txt").write_text("a few words", encoding="utf-8")
-    table = str(tiny / "table.jsonl")
-    changes = [entry.replace("TABLE", table).replace("SHORT", str(short)) for entry in REFUSED[message]]
+    files = {"TABLE": tiny / "table.jsonl", "CHATTING": tmp_path / "tokenizer"}
+    unanswered = {"messages": [{"role": "user", "content": "a b"}, {"role": "model", "content": "c"}]}
+    for name, text in (("SHORT", "a few words"), ("BLANK", " \n"), ("CHATS", json.dumps(unanswered))):
+        files[name] = tmp_path / (name + (".jsonl" if name == "CHATS" else ".txt"))
+        files[name].write_text(text, encoding="utf-8")
+    if "tokenizer=CHATTING" in REFUSED[message]:
+        chatting(PLAIN).save_pretrained(files["CHATTING"])
+    key_values = (entry.partition("=") for entry in REFUSED[message])
+    changes = [f"{key}{equals}{files.get(value, value)}" for key, equals, value in key_values]
     result = command("continue_lora", *settings(tiny, tmp_path / "out"), *changes)
     assert result.exit_code == 2, result.output
     assert re.search(message, result.output), result.output
@@ -1236,6 +1258,18 @@ def test_a_text_is_read_once_and_what_is_held_out_is_not_trained_on(tiny: Path, 
     assert len(data.train) == len(alone.train)
     with pytest.raises(ValueError, match=r"all data is held out \(.*three\.txt\)"):
         prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", **given | {"data": tmp_path / "three.txt"})))
+
+
+def test_a_name_that_is_no_data_set_may_be_meant_for_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def missing(*a: Any, **k: Any) -> None:
+        raise datasets.exceptions.DatasetNotFoundError("Dataset 'own/text' doesn't exist\nor is private")
+
+    monkeypatch.setattr(datasets, "load_dataset", missing)
+    said = r"^there is no file 'own/text:test', and .* from the Hub failed \(Dataset 'own/text' .*\): give a file by its path$"
+    with pytest.raises(ValueError, match=said):
+        list(data_module.texts(find("own/text:test"), Hub()))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
