@@ -40,8 +40,8 @@ def train(
     metrics.json (losses of the trained model and of its base). At the end both are asked how far back they retrieve, which
     is told, drawn (reach.png) and put on the card; evaluation.far=0 leaves that out. Any of transformers'
     TrainingArguments can be set: trainer.learning_rate=3e-4, trainer.bf16=true, trainer.report_to=wandb. Several GPUs:
-    accelerate launch -m hf_longattn.cli train ... Exit status 2 if something is refused before the start, 1 if the plan takes
-    more than two days, or more memory than there is, and neither --yes nor an answer says to start.
+    accelerate launch -m hf_longattn.cli train ... Exit status 2 if something is refused before the start, 1 if the plan needs
+    over two days or too much memory and you did not confirm (--yes).
     """
     from ..training import load_recipe
 
@@ -118,7 +118,7 @@ def _standing(why: str, output: Path, checkpoint: Path | None) -> str:
     if (output / METRICS_FILE).is_file():
         return f"{why} after all was written: the run in {output} is finished."
     if any(output.glob("*.safetensors")):
-        why += f" after training. The weights are in {output}; what is missing is how they compare with the base"
+        why += f" after training. The weights are in {output}; only the comparison with the base was not measured"
         if checkpoint is None:
             return f"{why}."
     elif checkpoint is None and any(output.glob("checkpoint-*")):

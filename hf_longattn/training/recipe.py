@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
@@ -30,6 +30,8 @@ LENGTHS = (
     *("length", "skip.target_length", "calibrate", "needle.haystack_tokens"),
     *("evaluation.far", "evaluation.tokens", "evaluation.lengths", "evaluation.final_lengths"),
 )
+#: Keys that no run goes without.
+NEEDED = {"output", "model", "data"}
 #: Keys that may name files or folders.
 PATHS = {"model", "tokenizer", "data", "heldout"}
 RECIPES = ("continue_lora", "convert_distill", "method_lora", "needle_lora")
@@ -188,6 +190,10 @@ def load_recipe(source: str | Mapping[str, Any], overrides: Sequence[str] = ()) 
     for entry in overrides:
         if "=" not in entry:
             raise ValueError(f"{entry!r} is not an override; write key=value")
+        try:
+            OmegaConf.from_dotlist([entry])
+        except yaml.YAMLError as error:
+            raise ValueError(f"{entry!r} is not valid YAML: {getattr(error, 'problem', error)}") from None
     path = recipe_file(source) if isinstance(source, str) else None
     name = "the recipe" if path is None else path.name
     try:
@@ -202,12 +208,13 @@ def load_recipe(source: str | Mapping[str, Any], overrides: Sequence[str] = ()) 
             OmegaConf.update(given, "lora.targets", listed(targets))
         recipe: Recipe = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), given))  # type: ignore[assignment]
     except yaml.YAMLError as error:
-        raise ValueError(f"{name} or an override is not valid YAML: {error}") from None
+        raise ValueError(f"{name} is not valid YAML: {error}") from None
     except (OmegaConfBaseException, TypeError) as error:  # the latter where a list stands for a mapping
         where = getattr(error, "full_key", None)
         said = str(error).splitlines()[0]
         said = f"this must be a list, for example {where}=[...]" if "is not a ListConfig" in said else said
-        raise ValueError(f"{name}: {f'{where}: ' if where else ''}{said}") from None
+        typed = where and any(f"{where}.".startswith(f"{entry.partition('=')[0].strip()}.") for entry in overrides)
+        raise ValueError(": ".join(filter(None, (None if typed else name, where, said)))) from None
     for key, value in recipe.trainer.items():
         if key.endswith("_strategy") and value is False:
             recipe.trainer[key] = "no"  # what YAML makes of no
@@ -376,13 +383,12 @@ def _require_shares(section: str, values: Any, *names: str) -> None:
 
 
 def _check_keys(given: Any) -> None:
-    """Raise for keys of TrainingArguments at the top, for unknown ones under `trainer`, and for values of other types."""
+    """Raise for keys of TrainingArguments at the top, for unknown ones, and for values of other types in their place."""
     from omegaconf import OmegaConf
     from transformers import TrainingArguments
 
-    hints = get_type_hints(TrainingArguments)
+    hints, own = get_type_hints(TrainingArguments), {f.name: f for f in dataclasses.fields(Recipe)}
     known = {f.name: hints[f.name] for f in dataclasses.fields(TrainingArguments) if f.name != "output_dir"}
-    own = {f.name for f in dataclasses.fields(Recipe)}
     if outside := sorted(key for key in given if key in known and key not in own):
         raise ValueError(f"{outside[0]} belongs under trainer: write trainer.{outside[0]}=...")
     if not isinstance(trainer := given.get("trainer") or {}, Mapping):
@@ -392,7 +398,31 @@ def _check_keys(given: Any) -> None:
             raise ValueError(f"there is no key {place}{other}; did you mean trainer.{CALLED[other]}?")
     if "output_dir" in trainer:
         raise ValueError("trainer.output_dir is the recipe's own output: use output")
+    _check_known("", given, own, f"a recipe has {', '.join(own)}")
+    _check_known("trainer.", trainer, known, "trainer has the keys of transformers' TrainingArguments")
+    for name, kind in get_type_hints(Recipe).items():
+        if (value := given.get(name)) is not None:
+            _check_value(own[name], value, next(filter(dataclasses.is_dataclass, (kind, *get_args(kind))), None))
     plain = {bool, int, float, str, type(None)}  # what omegaconf knows; other types are left to transformers
     typed = [(key, (kind if plain.issuperset(get_args(kind) or (kind,)) else Any) | None, None) for key, kind in known.items()]
     keys = OmegaConf.structured(dataclasses.make_dataclass("TrainingArguments", typed))
     OmegaConf.merge(OmegaConf.create({"trainer": keys}), {"trainer": trainer})
+
+
+def _check_known(place: str, given: Any, known: Iterable[str], there: str) -> None:
+    if (unknown := next((key for key in given if key not in known), None)) is not None:
+        raise ValueError(f"there is no key {place}{unknown}; {did_you_mean(unknown, known)}{there}")
+
+
+def _check_value(key: dataclasses.Field[Any], value: Any, section: Any) -> None:
+    """Raise for a word for "none" that YAML does not know as one; for no section in its place; for its unknown keys."""
+    none = f"{key.name}=null for none"
+    if section is None:
+        if key.default is None and key.name not in NEEDED and str(value).lower() in {"none", "no", "false"}:
+            raise ValueError(f"{key.name} cannot be {value!r}: write {none}")
+        return
+    names = [f.name for f in dataclasses.fields(section)]
+    if not isinstance(value, Mapping):
+        other = f", or {none}" if key.default is None else ""
+        raise ValueError(f"{key.name} cannot be {value!r}, it has {', '.join(names)}: write {key.name}.{names[0]}=...{other}")
+    _check_known(f"{key.name}.", value, names, f"{key.name} has {', '.join(names)}")

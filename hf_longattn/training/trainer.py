@@ -253,7 +253,7 @@ def interruptible(trainer: Trainer) -> Iterator[None]:
         stop.requested = True
         signal.signal(number, before)
         print(
-            "\nInterrupted: first this step ends, then a checkpoint is saved. Once more stops at once, without.",
+            "\nInterrupted: first this step ends, then a checkpoint is saved. Ctrl-C again stops at once, without saving.",
             file=sys.stderr,
         )
 

@@ -471,6 +471,7 @@ def test_help_names_every_recipe_and_how_to_run_a_command() -> None:
 
     said = "".join(CliRunner().invoke(app, ["train", "--help"]).output.replace("│", "").split())
     assert all(name in said for name in RECIPES)
+    assert "1iftheplanneedsovertwodaysortoomuchmemoryandyoudidnotconfirm(--yes)" in said
     assert "--COMMAND" in "".join(CliRunner().invoke(app, ["run", "--help"]).output.partition("\n")[2].split("\n")[0].split())
 
 

@@ -595,12 +595,15 @@ def test_a_resumed_run_may_be_measured_otherwise(tiny: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_run_interrupted_in_its_last_step_is_measured_when_it_goes_on(tiny: Path, tmp_path: Path) -> None:
+def test_a_run_interrupted_in_its_last_step_is_measured_when_it_goes_on(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     quick = {"trainer__max_steps": 2, "trainer__eval_strategy": "no", "evaluation__compare": False}
     whole = trained("continue_lora", settings(tiny, tmp_path / "whole", **quick))
     overrides = settings(tiny, tmp_path / "cut", **quick)
     with at_step(1, lambda: signal.raise_signal(signal.SIGINT)), pytest.raises(KeyboardInterrupt):
         trained("continue_lora", overrides)
+    assert "Ctrl-C again stops at once, without saving." in capsys.readouterr().err
     assert not (tmp_path / "cut" / "adapter_model.safetensors").exists()
     metrics = trained("continue_lora", overrides, resume=True)
     assert metrics["resumed_from"] == "checkpoint-2"
@@ -654,7 +657,7 @@ def test_interrupted_while_it_measures_a_run_says_that_its_weights_are_there(tin
         result = command("continue_lora", *settings(tiny, tmp_path / "out", **quick))
     assert result.exit_code == 130
     said = " ".join(result.output.split())
-    assert f"Interrupted after training. The weights are in {tmp_path / 'out'}; what is missing" in said
+    assert f"Interrupted after training. The weights are in {tmp_path / 'out'}; only the comparison with the base was" in said
     assert ("To continue: " in said) is kept
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     card = (tmp_path / "out/README.md").read_text()
@@ -813,9 +816,15 @@ def test_dry_run_loads_no_weights(tiny: Path, tmp_path: Path, monkeypatch: pytes
 
 NEEDLES = ["needle.needles=3", "positions=plain", "length=400"]
 REFUSED = {
-    "Did you mean: 'method'": ["methdo=alibi"],
-    "Did you mean: 'alpha'": ["lora.alhpa=3"],
-    "Did you mean: 'learning_rate'": ["trainer.learning_rat=1"],
+    "did you mean 'method'\\? a recipe has name, ": ["methdo=alibi"],
+    "no key lora.alhpa; did you mean 'alpha'": ["lora.alhpa=3"],
+    "no key lora.rank; lora has r, alpha, dropout, targets$": ["lora.rank=4"],
+    "did you mean 'learning_rate'": ["trainer.learning_rat=1"],
+    "lora cannot be False, .*: write lora.r=..., or lora=null for none$": ["lora=no"],
+    "lora cannot be 'none'": ["lora=none"],
+    "skip cannot be 3, .*: write skip.target_length=...$": ["skip=3"],
+    "method cannot be 'none': write method=null": ["method=none"],
+    "^Error: 'lora=\\[' is not valid YAML: ": ["lora=["],
     "write trainer.learning_rate": ["learning_rate=1"],
     "not an override": ["steps"],
     "no key lr; did you mean trainer.learning_rate": ["lr=1e-4"],
@@ -823,7 +832,7 @@ REFUSED = {
     "no 'q_prj'; did you mean 'q_proj'.*it has down_proj, .*v_proj": ["lora.targets=q_prj"],
     "no 'k_prj'; did you mean 'k_proj'": ["lora.targets=[q_proj,k_prj]"],
     "evaluation.lengths: this must be a list": ["evaluation.lengths=64"],
-    "could not be converted to Integer": ["length=long"],
+    "^Error: length: .* could not be converted to Integer": ["length=long"],
     "unknown method 'scale'": ["method=scale"],
     "no parameter 'tua'": ["method=scale_invariant:tua=3"],
     "there is no file 'missing.txt'": ["data=missing.txt"],
@@ -906,8 +915,14 @@ def test_lengths_of_a_recipe_may_be_written_as_people_say_them() -> None:
     recipe = load_recipe("method_lora", ["model=x", "data=y", *given])
     assert (recipe.length, recipe.skip.target_length, recipe.evaluation.far, recipe.calibrate) == (1024, 32768, 16384, 2048)
     assert recipe.final_lengths == [1024, 4096]
-    with pytest.raises(ValueError, match="length: Value 'long'"):
-        load_recipe("method_lora", ["model=x", "data=y", "length=long"])
+
+
+def test_a_wrong_value_of_a_file_is_named_with_it(tmp_path: Path) -> None:
+    (file := tmp_path / "own.yaml").write_text("length: long\nlora: {r: x}")
+    with pytest.raises(ValueError, match=r"^own\.yaml: length: Value 'long'"):
+        load_recipe(str(file), ["model=x", "data=y"])
+    with pytest.raises(ValueError, match=r"^lora\.r: Value 'y'"):
+        load_recipe(str(file), ["model=x", "data=y", "length=2", "lora.r=y"])
 
 
 @pytest.mark.slow
