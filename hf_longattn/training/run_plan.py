@@ -52,7 +52,8 @@ def plan(run: Prepared) -> str:
         ("time", _time(run)),
     ]
     if run.resume and run.checkpoint is None:
-        lines.append(("note", f"{run.output} holds no whole checkpoint: this run begins at step 0"))
+        left = ", and removes what is left of others" * any(run.output.glob("checkpoint-*"))
+        lines.append(("note", f"{run.output} holds no whole checkpoint: this run begins at step 0{left}"))
     kept = len(run.data.held_out)
     if run.resume and run.data.test_task is None and recipe.evaluation.tokens > kept:
         lines.append(("note", f"what is held out stays as the run began, {kept:,} tokens: evaluation.tokens reads no more"))

@@ -934,7 +934,7 @@ def test_nothing_is_overwritten(tiny: Path, tmp_path: Path) -> None:
     assert "holds no run to resume" in command("continue_lora", *overrides, "--resume").output
     recipe = load_recipe("continue_lora", overrides)
     (tmp_path / "out/recipe.yaml").write_text(dump(recipe))
-    assert re.search(r"note .* holds no whole checkpoint: this run begins at step 0", plan(prepare(recipe, resume=True)))
+    assert re.search(r"note .* holds no whole checkpoint: this run begins at step 0\n", plan(prepare(recipe, resume=True)))
     assert command("continue_lora", *overrides).output.endswith("choose another output, or continue with --resume\n")
     (tmp_path / "out/metrics.json").write_text("{}")
     assert re.search(
@@ -984,6 +984,12 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(tiny: Path, tmp_path: Pa
         assert re.search(rf"^Error: the checkpoint {last} cannot be loaded \(\w+.*\): remove that", refused.output, re.M), name
         shutil.copytree(tmp_path / "whole", last, dirs_exist_ok=True)
     shutil.rmtree(last)
+    earlier = (tmp_path / "cut/checkpoint-2").rename(tmp_path / "cut/earlier")
+    (tmp_path / "cut/checkpoint-2").mkdir()
+    told = plan(prepare(load_recipe("continue_lora", overrides), resume=True))
+    assert "this run begins at step 0, and removes what is left of others" in told
+    (tmp_path / "cut/checkpoint-2").rmdir()
+    earlier.rename(tmp_path / "cut/checkpoint-2")
     assert trained("continue_lora", overrides, resume=True)["resumed_from"] == "checkpoint-2"
 
 
