@@ -118,7 +118,7 @@ def _standing(why: str, output: Path, checkpoint: Path | None) -> str:
     if (output / METRICS_FILE).is_file():
         return f"{why} after all was written: the run in {output} is finished."
     if any(output.glob("*.safetensors")):
-        why += f" after training. The weights are in {output}; only the comparison with the base was not measured"
+        why += f" after training. The weights are in {output}; only the measurement at the end is missing"
         if checkpoint is None:
             return f"{why}."
     elif checkpoint is None and any(output.glob("checkpoint-*")):

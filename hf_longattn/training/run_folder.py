@@ -7,9 +7,13 @@ import os
 import shutil
 from contextlib import AbstractContextManager
 from pathlib import Path
+from zipfile import is_zipfile
+
+from safetensors import SafetensorError, safe_open
 
 from ..checks import Refused
 from ..evaluation.rows import alone
+from ..integration.saved_method import ADAPTER, saved_in
 from .recipe import Evaluation, Recipe, differences
 
 RECIPE_FILE, METRICS_FILE, LOCK_FILE = "recipe.yaml", "metrics.json", "training.lock"
@@ -46,6 +50,11 @@ def resumed_from(recipe: Recipe, output: Path, resume: bool) -> str | None:
             "started with (those of evaluation may change)"
         )
     checkpoint = last_checkpoint(output)  # none: from the start
+    if checkpoint is not None and (why := _damage(checkpoint)):
+        raise Refused(
+            f"the checkpoint {checkpoint} cannot be loaded ({why}): remove that folder to go on from the one before it, or "
+            "from the start where there is none"
+        )
     return None if checkpoint is None else str(checkpoint)
 
 
@@ -69,6 +78,26 @@ def _whole(checkpoint: Path) -> bool:
     try:
         return bool(json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8")))
     except (OSError, ValueError):
+        return False
+
+
+def _damage(checkpoint: Path) -> str:
+    """Name a file of a checkpoint that is damaged or missing, as far as can be told without reading it; empty: none is."""
+    files = sorted(checkpoint.iterdir())
+    for what, names in (("weights", ("adapter_model", "model", "pytorch_model")), ("state of the optimizer", ("optimizer",))):
+        if not any(file.is_dir() or file.name.startswith(names) for file in files):  # sharded ones lie in folders
+            return f"it holds no {what}"
+    return next((f"{file.name} is damaged" for file in files if not _readable(file)), "")
+
+
+def _readable(file: Path) -> bool:
+    """Tell whether a file is whole by its outline: that of safetensors, of torch's archives, of an adapter's config."""
+    try:
+        if file.suffix == ".safetensors":
+            safe_open(file, "pt")
+        archive = file.suffix in {".pt", ".pth"}
+        return (not archive or is_zipfile(file)) and (file.name != ADAPTER or "peft_type" in saved_in(file))
+    except (SafetensorError, ValueError):
         return False
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -19,7 +17,6 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
 from transformers.utils import is_liger_kernel_available
 
-from ..checks import Refused
 from ..evaluation.rows import Row
 from ..integration import update
 from ..integration.engines.ulysses import check_heads, split_sequence, unsplit
@@ -114,16 +111,6 @@ class RecipeTrainer(Trainer):
         if self.part[1] > 1:
             split_sequence(causal, torch.distributed.new_subgroups(self.part[1])[0])
 
-    def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
-        """Train, as Trainer does; `Refused` if a part of the checkpoint cannot be loaded."""
-        if resume_from_checkpoint is not None:
-            folder = Path(resume_from_checkpoint)
-            with _loading(folder):
-                _check_adapter(folder)
-            for load in ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state"):
-                setattr(self, load, _loading(folder)(getattr(self, load)))
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
-
     def get_train_dataloader(self) -> Any:
         """Processes that share windows get the same ones."""
         loader = super().get_train_dataloader()
@@ -202,28 +189,6 @@ class RecipeTrainer(Trainer):
     def whole(self) -> dict[str, Any] | None:
         """The weights to save in the first process, where the model's own are sharded (trainer.fsdp); all processes ask."""
         return self.accelerator.get_state_dict(self.model) if self.is_fsdp_enabled else None
-
-
-@contextmanager
-def _loading(checkpoint: Path) -> Iterator[None]:
-    """While a part of a checkpoint is loaded, whatever keeps it from that is `Refused`, with the way out."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whichever the readers of its files raise
-        reason = f"{type(error).__name__}: {error}".strip().splitlines()[0].removesuffix(":")
-        raise Refused(
-            f"the checkpoint {checkpoint} cannot be loaded ({reason}): remove that folder to go on from the one before it, or "
-            "from the start where there is none"
-        ) from error
-
-
-def _check_adapter(checkpoint: Path) -> None:
-    """Raise ValueError if adapter_config.json describes no adapter: that would be taken for one without a method."""
-    file = checkpoint / "adapter_config.json"
-    if file.is_file() and "peft_type" not in json.loads(file.read_text(encoding="utf-8")):
-        raise ValueError(f"{file.name} describes no adapter")
 
 
 class StopAtStep(TrainerCallback):  # type: ignore[misc]

@@ -201,6 +201,7 @@ DAMAGED = (
     ("optimizer.pt", b"garbage"),
     ("scheduler.pt", b"PK\x03\x04"),
     ("rng_state.pth", b"garbage"),
+    ("optimizer.pt", None),
     ("adapter_model.safetensors", None),
     ("adapter_model.safetensors", b"short"),
     ("adapter_config.json", b"{}"),
@@ -657,7 +658,7 @@ def test_interrupted_while_it_measures_a_run_says_that_its_weights_are_there(tin
         result = command("continue_lora", *settings(tiny, tmp_path / "out", **quick))
     assert result.exit_code == 130
     said = " ".join(result.output.split())
-    assert f"Interrupted after training. The weights are in {tmp_path / 'out'}; only the comparison with the base was" in said
+    assert f"Interrupted after training. The weights are in {tmp_path / 'out'}; only the measurement at the end is" in said
     assert ("To continue: " in said) is kept
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     card = (tmp_path / "out/README.md").read_text()
