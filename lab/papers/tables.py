@@ -22,7 +22,7 @@ from lab.papers.conversion import TASKS as COPIES
 from lab.papers.encodings import BASE as PLAIN
 from lab.papers.encodings import SCORES
 from lab.papers.experiment import LISTED
-from lab.papers.keys import BASES
+from lab.papers.keys import BASES, SCRATCH
 from lab.papers.keys import METHODS as CONVERSIONS
 from lab.papers.length import ATTENTION, ENDPOINT, LENGTH, TAUS
 from lab.papers.masked import SCORED, TEMPERATURES, WARM
@@ -670,6 +670,10 @@ orders("conversion-orders-normed", normed=True)
 # keys and values ------------------------------------------------------------------------------------------------------
 
 
+#: How a variant begins whose model has QK-norm without weights, or none.
+KINDS = ("unweighted-", "plain-")
+
+
 def right(rows: Sequence[Row], variant: str) -> dict[int, list[str]]:
     """By seed and length, each question as 0 or 1, text by text."""
     return {row["seed"]: row["measured"]["right"] for row in rows if row["variant"] == variant}
@@ -706,9 +710,18 @@ def against(rows: Sequence[Row], variant: str, control: str, length: int) -> str
 
 def learned(rows: Sequence[Row], variant: str) -> str:
     """The variant's name, with a word if it does not learn the task at its trained length in every seed."""
+    return named(variant) + ("" if learns(rows, variant) else ", not learned")
+
+
+def learns(rows: Sequence[Row], variant: str) -> bool:
+    """Tell whether a variant learns the task at its trained length in every seed."""
     at = lengths_of(rows).index(rows[0]["settings"]["length"])
-    poor = any(values[at] < 0.9 for values in series(rows, variant, "accuracy").values())
-    return named(variant) + (", not learned" if poor else "")
+    return all(values[at] >= 0.9 for values in series(rows, variant, "accuracy").values())
+
+
+def from_scratch(rows: Sequence[Row]) -> list[str]:
+    """The variants of which there are rows, each kind of model together."""
+    return sorted({r["variant"] for r in rows}, key=lambda v: (*(v.startswith(kind) for kind in KINDS), [*SCRATCH].index(v)))
 
 
 def keys(name: str) -> None:
@@ -719,9 +732,10 @@ def keys(name: str) -> None:
         lengths = lengths_of(rows)
         far = [n for n in lengths if n >= 16 * rows[0]["settings"]["length"]]
         body = []
-        for variant in dict.fromkeys(r["variant"] for r in rows):
-            control = "".join(kind for kind in ("plain-", "unweighted-") if variant.startswith(kind)) + "prope"
+        for variant in from_scratch(rows):
+            control = "".join(kind for kind in KINDS if variant.startswith(kind)) + "prope"
             less = [against(rows, variant, control, n) if variant != control else "" for n in far]
+            less = less if learns(rows, control) else [""] * len(far)
             body.append([learned(rows, variant), *ranges(rows, variant, "accuracy"), *less])
         yield markdown(["", *(f"at {n:,}" for n in lengths), *(f"minus `prope`, {n:,}" for n in far)], body)
         yield about(rows)
@@ -731,7 +745,7 @@ def keys(name: str) -> None:
 def keys_logits(rows: list[Row]) -> Parts:
     """Mean and standard deviation of each head's logits before the method, at the trained length."""
     body = []
-    for variant in dict.fromkeys(r["variant"] for r in rows):
+    for variant in from_scratch(rows):
         heads = {name: flat(series(rows, variant, "logits", name).values()) for name in ("mean", "deviation")}
         if heads["mean"]:
             body.append([named(variant), *(f"{sum(x) / len(x):.2f} ({min(x):.2f}–{max(x):.2f})" for x in heads.values())])

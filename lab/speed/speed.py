@@ -129,13 +129,14 @@ def generate(batch: str, length: str) -> str:
 
 
 def between(rows: Rows, where: str, mode: str, method: str) -> str:
-    """The least and the greatest ratio to sdpa of a method, over the lengths that were measured."""
+    """The least and the greatest ratio to sdpa of a method, over the lengths that were measured; one where they are equal."""
     found = [
         r["ratio"]
         for r in chosen(rows, where, mode, "ratio")
         if r["backend"] == "auto" and r["method"].split(",")[0] == method
     ]
-    return f"{min(found):.2f} to {max(found):.2f}"
+    least, greatest = f"{min(found):.2f}", f"{max(found):.2f}"
+    return least if least == greatest else f"{least} to {greatest}"
 
 
 def contents() -> Contents:
@@ -156,9 +157,10 @@ def contents() -> Contents:
 
 
 def picture(rows: Rows, where: str) -> bytes:
-    """Ratio to sdpa against length, for each mode, and memory against length."""
+    """Ratio to sdpa against length, for each mode, and memory against length; of methods with several lengths."""
     figure, panels = figures.pyplot().subplots(2, 2, figsize=(11, 8), constrained_layout=True)
-    names = list(dict.fromkeys((r["method"], r["backend"]) for r in rows if r["where"] == where and r["mode"] in MODES))
+    shown = [(r["method"], r["backend"]) for r in rows if r["where"] == where and r["mode"] in MODES]
+    names = [name for name in dict.fromkeys(shown) if shown.count(name) > 1]
     for panel, mode, what in zip(panels.flat, (*MODES, "forward"), ("ratio",) * 3 + ("peak_mib",), strict=True):
         here = chosen(rows, where, mode, what)
         for number, name in enumerate(names):
