@@ -89,7 +89,8 @@ def extend(
         facts, config = dataclasses.replace(facts, trained=known), dataclasses.replace(config, trained=known)
     _check(view, config, facts, length)
     longer = dataclasses.replace(config, extended_to=length)
-    longer.bind(facts)  # of a model that reads so far already, `apply` would only warn that this one does not
+    if replaced is not None:
+        longer.bind(facts)  # where the model reads so far already, `apply` would only warn that this one does not
     apply(model, longer)
     _report(view, config, replaced, length)
     if asked is None and purpose == PURPOSES[0] and length == facts.train_length:
