@@ -671,7 +671,7 @@ orders("conversion-orders-normed", normed=True)
 
 
 #: How a variant begins whose model has QK-norm without weights, or none.
-KINDS = ("unweighted-", "plain-")
+OTHER_NORMS = ("unweighted-", "plain-")
 
 
 def right(rows: Sequence[Row], variant: str) -> dict[int, list[str]]:
@@ -721,7 +721,9 @@ def learns(rows: Sequence[Row], variant: str) -> bool:
 
 def from_scratch(rows: Sequence[Row]) -> list[str]:
     """The variants of which there are rows, each kind of model together."""
-    return sorted({r["variant"] for r in rows}, key=lambda v: (*(v.startswith(kind) for kind in KINDS), [*SCRATCH].index(v)))
+    return sorted(
+        {r["variant"] for r in rows}, key=lambda v: (*(v.startswith(kind) for kind in OTHER_NORMS), [*SCRATCH].index(v))
+    )
 
 
 def keys(name: str) -> None:
@@ -733,7 +735,7 @@ def keys(name: str) -> None:
         far = [n for n in lengths if n >= 16 * rows[0]["settings"]["length"]]
         body = []
         for variant in from_scratch(rows):
-            control = "".join(kind for kind in KINDS if variant.startswith(kind)) + "prope"
+            control = "".join(kind for kind in OTHER_NORMS if variant.startswith(kind)) + "prope"
             less = [against(rows, variant, control, n) if variant != control else "" for n in far]
             less = less if learns(rows, control) else [""] * len(far)
             body.append([learned(rows, variant), *ranges(rows, variant, "accuracy"), *less])
