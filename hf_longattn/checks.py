@@ -46,7 +46,7 @@ def read_text(path: Path) -> str:
 
 
 def read_plain_text(path: Path) -> str:
-    """As `read_text`, of a file that is a text as it stands; ValueError for one of rows."""
+    """Read a plain text, as `read_text` does; ValueError for a file of rows."""
     if path.suffix == ".jsonl":
         raise ValueError(f"{path} has rows, whose keys and brackets would be read too: write their texts into a plain file")
     return read_text(path)

@@ -40,11 +40,6 @@ def set_implementation(config: Any, name: str | None) -> None:
     setattr(config, IMPLEMENTATION, name)
 
 
-def layer_config(config: Any, index: int) -> Any:
-    """Return the config of one layer where layers differ in their settings, which the whole config then refuses to say."""
-    return config.per_layer_config[index] if getattr(config, "is_heterogeneous", False) else config
-
-
 def commit_of(config: Any) -> str:
     """Return the revision on the Hub that a config was read from."""
     return getattr(config, "_commit_hash", None) or "main"

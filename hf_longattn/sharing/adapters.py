@@ -67,7 +67,7 @@ def _from_json_file(original: Any, cls: Any, *args: Any, **kwargs: Any) -> dict[
 def _from_peft_type(original: Any, cls: Any, **kwargs: Any) -> Any:
     found = {key: kwargs.pop(key, None) for key in RECORD}
     config = original(cls, **kwargs)
-    vars(config).update(found)
+    vars(config).update(found)  # None too: it was loaded, and records no attention
     return config
 
 

@@ -52,7 +52,7 @@ def find(sources: Any) -> list[str]:
 
 
 def _looks_like_a_file(source: str) -> bool:
-    """Tell whether a name is hardly that of a data set: by its place, its ending, or a pattern in it."""
+    """Tell whether a source names a file, and no data set on the Hub: by its place, its ending, or a pattern in it."""
     ending = Path(source).suffix
     ends = ending in {".txt", *BUILDERS} or ("/" not in source and re.fullmatch(r"\.[A-Za-z0-9]{1,5}", ending))
     return bool(ends or source.startswith((".", "/", "~")) or "*" in source)

@@ -263,7 +263,7 @@ def _flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _meant(key: str, values: Mapping[str, Any]) -> Any:
-    """What a key is set to; of files and folders, wherever they are named, which they are."""
+    """Return the value of a key to compare it by: of files and folders their resolved paths."""
     value = values.get(key)
     if key not in PATHS or value is None:
         return value
@@ -415,7 +415,7 @@ def _check_known(place: str, given: Any, known: Iterable[str], there: str) -> No
 
 
 def _check_value(key: dataclasses.Field[Any], value: Any, section: Any) -> None:
-    """Raise for a word for "none" that YAML does not know as one; for no section in its place; for its unknown keys."""
+    """Raise for a word for "none" that YAML does not know, a value in place of a section, or an unknown key of a section."""
     none = f"{key.name}=null for none"
     if section is None:
         if key.default is None and key.name not in NEEDED and str(value).lower() in {"none", "no", "false"}:
