@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml
 
+from hf_longattn import LongAttnConfig
 from hf_longattn.evaluation.report import markdown
 from hf_longattn.evaluation.rows import Row, RowFile
 from hf_longattn.evaluation.statistics import mean_interval
@@ -23,11 +24,14 @@ from lab.speed import speed
 SETTINGS: dict[str, dict[str, list[str]]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 SMOLLM2, GEMMA, NOVEL = "SmolLM2-135M-Instruct", "gemma-3-270m", "pride-and-prejudice"
 #: Of SmolLM2, by which a method is bound.
+TRAINED = 8192
 FACTS = ModelFacts(
-    num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64, value_dim=64, train_length=8192, rope_type="default"
+    num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64, value_dim=64, train_length=TRAINED, rope_type="default"
 )
 #: By model and length the column that its rows are for.
 FAR = {(SMOLLM2, 32768): "four times", (GEMMA, 65536): "gemma twice", (GEMMA, 131072): "gemma four times"}
+#: How many times the trained length a column reads.
+TIMES = {"twice": 2, "four times": 4}
 #: Tokens of the short text that costs are read on, and where those lie that count.
 TEXT, COUNTED = 4096, "1024–4096"
 NOT_MEASURED = "–"
@@ -59,6 +63,9 @@ def gained(name: str, times: str) -> str:
         if found := paired.differences(pairs, "far"):
             mean, half = mean_interval(found)
             cells.append(f"{model}{-mean:+.2f} ± {half:.2f}" + (" on `rerope`" if others else ""))
+    reach = LongAttnConfig.parse(name).bind(FACTS).reach
+    if not cells and 0 < reach < TIMES[times] * TRAINED:
+        return f"reaches {reach:,.0f} tokens"
     return "; ".join(cells) or NOT_MEASURED
 
 
