@@ -73,7 +73,8 @@ def cost(name: str) -> str:
     """Nats that it adds, untrained, to the tokens that count of a short text."""
     if method(name).bind(FACTS).identity_below >= TEXT:
         return "0, unchanged"
-    rows = [r for r in RowFile(RESULTS / "methods-smollm2.json") if (r["book"], r["length"]) == (NOVEL, TEXT)]
+    read = (NOVEL, TEXT, "float32")
+    rows = [r for r in RowFile(RESULTS / "methods-smollm2.json") if (r["book"], r["length"], r["dtype"]) == read]
     loss = {r["name"]: r["loss"][COUNTED] for r in rows}
     ways = {"": f"{name}()", "calibrated ": f"{name}(), calibrated"}
     told = [f"{way}{loss[key] - loss['unmodified']:+.2f}" for way, key in ways.items() if key in loss]
