@@ -5,16 +5,11 @@ torch, which takes a second or two to import, is imported by what needs it: comm
 
 from __future__ import annotations
 
-import errno
-import json
-import os
-import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from .files import ADAPTER_FILE, read_json
 from .slots.registry import did_you_mean
 
 if TYPE_CHECKING:
@@ -31,36 +26,6 @@ UNFINISHED = (
     "by the same command with --resume"
 )
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-
-def read_text(path: Path) -> str:
-    """A file's UTF-8 text, without the byte order mark that some editors put first."""
-    if not path.is_file():
-        raise ValueError(f"{path} is not a file")
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not UTF-8 (byte {error.start}): convert it, for example by iconv -f latin1 -t utf-8"
-        ) from None
-
-
-def read_plain_text(path: Path) -> str:
-    """Read a plain text, as `read_text` does; ValueError for a file of rows."""
-    if path.suffix == ".jsonl":
-        raise ValueError(f"{path} has rows, whose keys and brackets would be read too: write their texts into a plain file")
-    return read_text(path)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A file's JSON mapping; ValueError, which names the file, if it holds anything else."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged ({error}): save or download it again") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{path} is damaged (it holds no mapping): save or download it again")
-    return data
 
 
 def device_of(name: str) -> str:
@@ -99,7 +64,7 @@ def check_model(model: str | Path, adapter: bool = False) -> None:
         raise ValueError(f"{folder} is a file: give its folder, {folder.parent}")
     if not folder.is_dir():
         return _check_name(str(model))
-    names = ("config.json", "adapter_config.json")
+    names = ("config.json", ADAPTER_FILE)
     configs = [folder / name for name in names if (folder / name).is_file()]
     if not configs:
         if any(folder.glob("checkpoint-*")):
@@ -122,19 +87,25 @@ def check_model(model: str | Path, adapter: bool = False) -> None:
             raise ValueError(f"{file} is damaged ({error}): save or download it again") from None
 
 
+def hub_errors() -> tuple[type[Exception], ...]:
+    """What asking the Hub raises where it cannot be reached, or refuses."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return OSError, HfHubHTTPError.__bases__[0]  # what its HTTP client raises, whichever that is
+
+
 def _check_name(name: str) -> None:
     """Ask the Hub once for a model that is not in the cache, where loading would ask for each of its files, many times."""
     from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HFValidationError
 
-    failed: Any = HfHubHTTPError.__bases__[0]  # what its HTTP client raises, whichever that is
     try:
-        if any(isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", "adapter_config.json")):
+        if any(isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", ADAPTER_FILE)):
             return
         HfApi().model_info(name, timeout=10)
     except HFValidationError:
         raise ValueError(f"there is no folder {name}, and this cannot be a name on the Hub") from None
-    except (OSError, failed) as error:
+    except hub_errors() as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"there is no folder {name}, the cache has no model of that name, and asking the Hub for one failed: {reason}. "
@@ -153,40 +124,6 @@ def check_finite(model: nn.Module, name: str | Path) -> None:
                 f"{name}: {int((~finite).sum()):,} of {weight.numel():,} numbers in {key} are NaN or infinite: download or "
                 "train it again"
             )
-
-
-def disk_full(error: BaseException) -> bool:
-    """Tell whether a library failed to write a file for want of space."""
-    number = getattr(error, "errno", None)
-    said = str(error)
-    words = (
-        "No space left on device",
-        "unexpected pos",
-        "failed writing file",
-        "iostream error",
-    )  # the last three torch.save's
-    return number in (errno.ENOSPC, errno.EDQUOT) or (isinstance(error, Exception) and any(x in said for x in words))
-
-
-@contextmanager
-def written_aside(folder: Path, stale: Iterable[str] = ()) -> Iterator[Path]:
-    """An empty folder beside another, whose files take their places in it once all are written; of a failure nothing stays.
-
-    Args:
-        stale: patterns of files of the folder that give way to them.
-    """
-    folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", suffix=".partial", dir=folder.absolute().parent))
-    try:
-        yield aside
-        for path in (path for pattern in stale for path in folder.glob(pattern)):
-            path.unlink()
-        for path in (path for path in aside.rglob("*") if path.is_file()):
-            target = folder / path.relative_to(aside)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(path, target)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def check_output(folder: Path) -> None:

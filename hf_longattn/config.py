@@ -192,7 +192,7 @@ class LongAttnConfig:
     @property
     def uses_train_length(self) -> bool:
         """True if a method depends on the length that the model was trained at."""
-        return bool(self.key_intervals) or any(hasattr(m, "train_length") for m in self.methods)
+        return any(m.uses_train_length for m in self.methods)
 
     @property
     def name(self) -> str:
@@ -393,7 +393,7 @@ class LongAttnConfig:
     def for_layer(self, layer: int) -> LongAttnConfig:
         """The config as layer `layer` uses it: of parameters per layer that layer's, of parts the one that takes it."""
         if self.parts:
-            return (self.of_layer(layer) or LongAttnConfig()).for_layer(layer)
+            return (self.of_layer(layer) or NO_METHOD).for_layer(layer)
         return dataclasses.replace(self, **{m.slot: m.for_layer(layer) for m in self.methods})  # type: ignore[arg-type]
 
     def for_heads(self, heads: Heads) -> LongAttnConfig:
@@ -543,11 +543,5 @@ def _layers(layers: Any) -> str | tuple[int, ...]:
     return tuple(sorted(set(indices)))
 
 
-def check_config(config: LongAttnConfig) -> None:
-    """TypeError unless it is a config: a name alone says nothing of a method's parameters; ValueError if it has parts."""
-    if not isinstance(config, LongAttnConfig):
-        raise TypeError(
-            f"attention takes a LongAttnConfig, got {config!r}: LongAttnConfig.preset({str(config)!r}, ...) makes one"
-        )
-    if config.parts:
-        raise ValueError(f"attention is of one layer, and {config.name} has parts: config.for_layer(i) is that of layer i")
+#: The config under which attention is the model's own.
+NO_METHOD = LongAttnConfig()

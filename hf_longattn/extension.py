@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from torch import nn
@@ -13,7 +12,7 @@ from torch import nn
 from .config import LongAttnConfig, length_of
 from .integration import apply, get_config, rope
 from .integration.guards import position_tables
-from .integration.layer_methods import bound_in
+from .integration.layer_methods import facts_for
 from .integration.layers import View
 from .integration.model import meant_by
 from .methods.yarn_beyond import YarnBeyond
@@ -83,8 +82,8 @@ def extend(
         parameters["train_length"], known = replaced.train_length, replaced.trained
     asked = None if method is None else LongAttnConfig.parse(meant_by(method, model), parameters)
     told = parameters.get("train_length") if asked is None else asked.train_length
-    facts = bound_in(view, LongAttnConfig(train_length=told))[1]
-    config = default(facts, length, purpose, parameters) if asked is None else asked
+    facts = facts_for(view, LongAttnConfig(train_length=told))
+    config = _default(facts, length, purpose, parameters) if asked is None else asked
     if known and told == parameters.get("train_length"):
         facts, config = dataclasses.replace(facts, trained=known), dataclasses.replace(config, trained=known)
     _check(view, config, facts, length)
@@ -100,9 +99,9 @@ def extend(
     return model
 
 
-def default(facts: ModelFacts, to: int, purpose: str = "both", parameters: Mapping[str, Any] | None = None) -> LongAttnConfig:
+def _default(facts: ModelFacts, to: int, purpose: str, given: dict[str, Any]) -> LongAttnConfig:
     """Return the method that serves a purpose at a length."""
-    given, trained = dict(parameters or {}), facts.train_length
+    trained = facts.train_length
     if purpose != "reading":
         pays = None if "stack" in given else temperature(facts, to, purpose)  # which could mean either
         return LongAttnConfig.parse(rerope_with(pays), given)
@@ -127,7 +126,8 @@ def _check(view: View, config: LongAttnConfig, facts: ModelFacts, length: int) -
             "hf_longattn.apply for a window within it, or a model with rotary positions"
         )
     changed = config.positions is not None and not isinstance(config.positions, YarnBeyond)  # within the trained length
-    if length < facts.train_length + (not changed):
+    shortest = facts.train_length if changed else facts.train_length + 1
+    if length < shortest:
         raise ValueError(
             f"the model was trained at {facts.train_length} tokens ({facts.trained}) and reads {length} as it is: nothing to "
             "extend. Pass train_length= if it was trained at another length"

@@ -40,8 +40,8 @@ from hf_longattn.evaluation.settings import UNMODIFIED, Setting
 from hf_longattn.evaluation.statistics import mean_interval
 from hf_longattn.extension import PURPOSES
 from hf_longattn.integration import changes, trained_length
-from hf_longattn.integration.layer_methods import bound_config
-from hf_longattn.integration.layers import language_config
+from hf_longattn.integration.layer_methods import facts_for
+from hf_longattn.integration.layers import View, language_config
 from hf_longattn.integration.model import running
 from hf_longattn.training.loss import CausalLoss, trained_by
 
@@ -222,7 +222,7 @@ def test_a_temperature_is_a_candidate_where_it_pays() -> None:
 
 @pytest.mark.parametrize(("family", "normed"), [("llama", False), ("gpt2", False), ("qwen3", True), ("gemma3", True)])
 def test_qk_norm_is_seen(family: str, normed: bool) -> None:
-    assert bound_config(stock(family), hf_longattn.LongAttnConfig())[1].qk_norm is normed
+    assert facts_for(View(stock(family))).qk_norm is normed
 
 
 def scored(within: float, beyond: float, copies: tuple[float, ...], spread: float = 0.0) -> Scores:

@@ -205,7 +205,7 @@ def _errors_in_one_line() -> Iterator[None]:
     except (typer.Exit, typer.Abort):
         raise
     except Exception as error:
-        from ..checks import disk_full
+        from ..files import disk_full
 
         if said := _message_of(error):
             typer.echo(f"Error: {said}", err=True)
@@ -307,7 +307,7 @@ def say_precision(asked: str, chosen: str) -> None:
 
 def read_texts(given: list[str]) -> dict[str, str]:
     """By file name, what --text names: files with commas, or by repeating the option."""
-    from ..checks import read_plain_text
+    from ..files import read_plain_text
 
     with refusing("--text"):
         files = [Path(t) for part in given for t in part.split(",") if t]

@@ -60,8 +60,9 @@ def extend(
     copies. Exit status 1 if nothing stays within the tolerance, or nothing is better than the unmodified model by more than
     chance.
     """
-    from ..checks import check_folder, check_output, read_plain_text
+    from ..checks import check_folder, check_output
     from ..evaluation.rows import SEARCHED
+    from ..files import read_plain_text
 
     length, given = tokens(to), told(train_length)
     if not tolerance >= 0:

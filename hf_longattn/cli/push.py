@@ -33,8 +33,9 @@ def push(
     Log in first, with `hf auth login` or HF_TOKEN. Exit status 1 if you answer no to a question.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    from ..checks import hub_errors
 
     card: dict[str, Any] = {
         "training_lengths": [tokens(n) for n in training_length or ()],
@@ -59,7 +60,6 @@ def push(
         card_text = content.decode() if isinstance(content := result["README.md"], bytes) else content.read_text("utf-8")
         say(f"\n{card_text}\nNothing was uploaded.")
         return
-    failed: Any = HfHubHTTPError.__bases__[0]  # what its HTTP client raises, whichever that is
     try:
         exists = HfApi().repo_exists(repo_id)
         if exists and not yes:
@@ -67,7 +67,7 @@ def push(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "the training run in")  # it is said above
             url = hub.push(directory, repo_id, base_model=base_model, private=private or None, exist_ok=exists, **card)
-    except (OSError, failed) as error:
+    except hub_errors() as error:
         say(f"Nothing was uploaded. The Hub cannot be reached, or refused: {error}")
         raise typer.Exit(1) from None
     say(url)

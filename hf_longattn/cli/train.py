@@ -48,7 +48,7 @@ def train(
     with refusing():
         chosen = load_recipe(recipe, overrides or [])
 
-    from ..checks import disk_full
+    from ..files import disk_full
     from ..integration.classes import loaders
     from ..slots.registry import modules_of
     from ..training import excess, last_checkpoint, plan, prepare, run
@@ -112,7 +112,7 @@ class TrainCommand(TyperCommand):
 
 def _standing(why: str, output: Path, checkpoint: Path | None) -> str:
     """Say where a stopped run stands, and what continues it."""
-    from ..training.run_folder import METRICS_FILE
+    from ..files import METRICS_FILE
 
     again = shlex.join(["hf-longattn", *sys.argv[1:], *["--resume"] * ("--resume" not in sys.argv)])
     if (output / METRICS_FILE).is_file():

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import BACKENDS, LongAttnConfig, check_config
+from ..config import BACKENDS, LongAttnConfig
 from .call import Call
 from .geometry import AttentionLayout, check_mask, check_positions, check_shapes
 from .kernels import few
 from .kernels.kernel import Kernel, KernelFailure
 from .lower import lower
-from .plan import MOST_PLANS, AttentionPlan, plan_key, plans
+from .plan import MOST_PLANS, AttentionPlan, ReadyPlan, plan_key, plans
 from .reference import dense_attention
 from .rotary import Rotation
 from .stages import finish
@@ -61,9 +61,11 @@ def attention(
         (batch, heads, q_len, head_dim) in the dtype of query; fully masked rows are 0, before any output norm.
 
     Raises:
-        ValueError: shapes or mask do not fit, or the backend named cannot compute this exactly.
+        TypeError: config is no `LongAttnConfig`.
+        ValueError: it has parts, shapes or mask do not fit, or the backend named cannot compute this exactly.
+        KernelFailure: the backend named does not compile or run on this machine.
     """
-    check_config(config)
+    _check_config(config)
     check_shapes(query, key, value)
     if sink_logits is not None and sink_logits.shape != query.shape[1:2]:
         raise ValueError(
@@ -81,6 +83,16 @@ def attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     model: dict[str, Any] = {"rotation": rotation, "sink_logits": sink_logits}
     return attend(Call(query, key, value, config, rows, scaling, backend=backend, **model))
+
+
+def _check_config(config: LongAttnConfig) -> None:
+    """TypeError unless it is a config: a name alone says nothing of a method's parameters; ValueError if it has parts."""
+    if not isinstance(config, LongAttnConfig):
+        raise TypeError(
+            f"attention takes a LongAttnConfig, got {config!r}: LongAttnConfig.preset({str(config)!r}, ...) makes one"
+        )
+    if config.parts:
+        raise ValueError(f"attention is of one layer, and {config.name} has parts: config.for_layer(i) is that of layer i")
 
 
 def reference_attention(*args: Any, backend: str = "reference", **kwargs: Any) -> Tensor:
@@ -109,7 +121,7 @@ def attend(call: Call) -> Tensor:
         return attend(call)
 
 
-def plan_of(call: Call) -> AttentionPlan:
+def plan_of(call: Call) -> ReadyPlan:
     """The plan of a call with its kernel, the one of its rows; made anew where nothing may be kept.
 
     Raises:
@@ -128,7 +140,7 @@ def plan_of(call: Call) -> AttentionPlan:
     return own
 
 
-def chosen(plan: AttentionPlan) -> AttentionPlan:
+def chosen(plan: AttentionPlan) -> ReadyPlan:
     """The plan with the kernel that "auto" means for it, or the one asked for; ValueError where that one cannot be exact.
 
     On a CPU few queries are "few" where "fused" or "tiled" is asked for, too.
@@ -142,7 +154,7 @@ def chosen(plan: AttentionPlan) -> AttentionPlan:
         raise ValueError(f"backend {asked!r} cannot compute this call: {reason}; use backend='auto'")
     else:
         name = asked
-    return plan.computed_by(name, KERNELS[name].prepare(plan))
+    return ReadyPlan(plan, name, KERNELS[name].prepare(plan))
 
 
 def _preferred(plan: AttentionPlan) -> str:

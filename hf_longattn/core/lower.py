@@ -31,16 +31,28 @@ def lower(call: Call) -> AttentionPlan:
         length = table_length(call.rows, call.kv_len)
         gain, bias = distance_tables(logit_map, query.shape[1], length, query, call.cache, call.strength)
         logits = LogitSpec(logits.scaling, call.softcap, gain, bias, sinks=logit_map.sink_tokens)
-    plan = AttentionPlan(
+    made, score, temperature = segments(call), config.score, config.temperature
+    by_length, temper = None, None
+    if isinstance(temperature, EntropyTemperature):
+        temper = temperature.prepared(query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32)))
+    elif isinstance(temperature, LengthTemperature):
+        visible = functools.reduce(torch.add, (segment.rows.count(call.kv_len) for segment in made))
+        by_length = temperature.factor(visible.double(), query.shape[3])
+        if by_length.numel() > 1 or "temperature" in learned:
+            by_length = sent(by_length, query.device)
+    return AttentionPlan(
         query=Operand.of(query),
         key=Operand.of(call.key),
         value=Operand.of(call.value),
         rows=call.rows,
-        segments=segments(call),
+        segments=made,
         logits=logits,
-        finish=functools.partial(finish, config),
+        fold=None if score is None else score.fold,
+        cosine=None if score is None else score.cosine,
+        by_length=by_length,
+        temper=temper,
         sinks=functools.partial(joint_sinks, config),
-        tables=call.cache,
+        finish=functools.partial(finish, config),
         learned=learned,
         model_sinks=call.sink_logits is not None,
         names={method.slot: method.name for method in config.methods},
@@ -50,17 +62,9 @@ def lower(call: Call) -> AttentionPlan:
         readable=readable(query),
         keepable=keepable(query),
         asked=call.asked,
+        tables=call.cache,
         method_id=call.method_id,
     )
-    if (score := config.score) is not None:
-        plan.fold, plan.cosine = score.fold, score.cosine
-    if isinstance(config.temperature, EntropyTemperature):
-        plan.temper = config.temperature.prepared(query.new_empty(0, dtype=plan.wide))
-    elif isinstance(config.temperature, LengthTemperature):
-        by_length = config.temperature.factor(plan.count.double(), query.shape[3])
-        alone = by_length.numel() == 1 and "temperature" not in learned
-        plan.by_length = by_length if alone else sent(by_length, query.device)
-    return plan
 
 
 def segments(call: Call) -> list[Segment]:

@@ -35,9 +35,9 @@ Computation: TypeAlias = Callable[[Tensor, Tensor, Tensor, float | Tensor | None
 MOST_PLANS = 4
 
 
-def plans(rows: AttentionLayout) -> dict[Hashable, AttentionPlan]:
+def plans(rows: AttentionLayout) -> dict[Hashable, ReadyPlan]:
     """All plans over a pass's rows, by the keys that `plan_key` makes."""
-    known: dict[Hashable, AttentionPlan] = rows.once("plans", dict)
+    known: dict[Hashable, ReadyPlan] = rows.once("plans", dict)
     return known
 
 
@@ -153,13 +153,13 @@ class Segment(NamedTuple):
         return columns, None if own.all() else own
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class AttentionPlan:
-    """The computation of all layers whose calls share rows, config, rotation and shapes.
+    """What all layers compute whose calls share rows, config, rotation and shapes; kernels read it when they are chosen.
 
     Args:
         query, key, value: (batch, heads, q_len, head_dim), and (batch, kv_heads, kv_len, ...) twice.
-        rows: which keys each query sees, and how far away they are; like segments, there until a kernel is chosen.
+        rows: which keys each query sees, and how far away they are.
         segments: disjoint; together they hold all keys that are seen, and more that are not.
         logits: how products become logits, but for the factors of rows.
         fold: from query and key to query, key and scaling of a score of its own; None: it is scaling q . k.
@@ -204,10 +204,6 @@ class AttentionPlan:
     keepable: bool = True
     asked: str = "auto"
     method_id: Hashable = None
-    _kernel: str = field(default="", init=False)
-    _compute: Computation | None = field(default=None, init=False)
-    _factor: float | Tensor | None = field(default=None, init=False)
-    _sinks: Tensor | None = field(default=None, init=False)
 
     @property
     def kv_len(self) -> int:
@@ -235,23 +231,39 @@ class AttentionPlan:
         """True if a method shows keys in segments."""
         return "positions" in self.names or "visibility" in self.names
 
-    @property
-    def count(self) -> Tensor:
-        """n_i, how many keys each row sees: int64 (batch or 1, heads or 1, q_len)."""
-        return functools.reduce(torch.add, (segment.rows.count(self.kv_len) for segment in self.segments))
+    def factor(self, learned: Learned) -> float | Tensor | None:
+        """See `row_factor`."""
+        return row_factor(self.by_length, self.query.device, self.wide, learned)
 
-    @property
-    def kernel(self) -> str:
-        """The name of the kernel that computes it; "" before one is chosen."""
-        return self._kernel
 
-    def computed_by(self, name: str, compute: Computation) -> AttentionPlan:
-        """Choose a kernel, by its name and what it has prepared."""
-        self._kernel, self._compute = name, compute
-        del self.rows, self.segments  # rows keep their plans: these keep no rows, so that all goes with a pass
-        if "temperature" not in self.learned:
-            self._factor = self.factor(None)
-        return self
+def row_factor(by_length: Tensor | None, device: torch.device, dtype: torch.dtype, learned: Learned) -> float | Tensor | None:
+    """The factor of each row of a layer, a number where all rows share it and the host knows it; None without one."""
+    if by_length is None:
+        return None
+    if learned is not None and "temperature" in learned:
+        by_length = learned["temperature"](by_length)
+    if by_length.numel() == 1 and by_length.device.type == "cpu" and keepable(by_length) and not by_length.requires_grad:
+        return float(by_length)
+    return by_length.to(device, dtype)
+
+
+class ReadyPlan:
+    """A plan with its kernel: what each layer of a pass runs. Rows keep their plans, so it keeps none.
+
+    Args:
+        kernel: the name of the kernel.
+        compute: what the kernel has prepared for the plan.
+    """
+
+    def __init__(self, plan: AttentionPlan, kernel: str, compute: Computation) -> None:
+        self.kernel, self._compute, self._finish = kernel, compute, plan.finish
+        self._factor_of, self._wide = functools.partial(row_factor, plan.by_length, plan.query.device, plan.wide), plan.wide
+        self._learns_factor = "temperature" in plan.learned
+        self._factor = None if self._learns_factor else self._factor_of(None)
+        #: from what `AttentionPlan.sinks` takes to what it gives; None: nothing joins the denominators
+        self._sinks = plan.sinks if plan.has_sinks else None
+        self._sinks_differ = plan.model_sinks or "sink" in plan.learned  # by layer
+        self._known_sinks: Tensor | None = None
 
     def run(
         self,
@@ -269,28 +281,17 @@ class AttentionPlan:
             sink_logits: (heads,), the model's learned sinks.
             keep: finds what was made of the layer's keys before (see `rotated_keys`); None: nothing is kept.
         """
-        assert self._compute is not None
-        factor = self.factor(learned) if "temperature" in self.learned else self._factor
-        sinks = self._joining(query, learned, sink_logits) if self.has_sinks else None
+        factor = self._factor_of(learned) if self._learns_factor else self._factor
+        sinks = None if self._sinks is None else self._joining(query, learned, sink_logits)
         out = self._compute(query, key, value, factor, sinks, keep)
-        return self.finish(out, learned).to(query.dtype)
-
-    def factor(self, learned: Learned) -> float | Tensor | None:
-        """The factor of each row, a number where all rows share it and the host knows it; None without one."""
-        by_row = self.by_length
-        if by_row is None:
-            return None
-        if learned is not None and "temperature" in learned:
-            by_row = learned["temperature"](by_row)
-        if by_row.numel() == 1 and by_row.device.type == "cpu" and keepable(by_row) and not by_row.requires_grad:
-            return float(by_row)
-        return by_row.to(self.query.device, self.wide)
+        return self._finish(out, learned).to(query.dtype)
 
     def _joining(self, query: Tensor, learned: Learned, sink_logits: Tensor | None) -> Tensor | None:
-        if self._sinks is not None:
-            return self._sinks
-        by_head = self.sinks(query, learned, sink_logits)
-        by_head = None if by_head is None else by_head.to(self.wide)
-        if not (self.model_sinks or "sink" in self.learned) and keepable(query):
-            self._sinks = by_head
+        if self._known_sinks is not None:
+            return self._known_sinks
+        assert self._sinks is not None
+        by_head = self._sinks(query, learned, sink_logits)
+        by_head = None if by_head is None else by_head.to(self._wide)
+        if not self._sinks_differ and keepable(query):
+            self._known_sinks = by_head
         return by_head

@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ..config import LongAttnConfig
+from ..config import NO_METHOD, LongAttnConfig
 from ..core.attend import attend
 from ..core.call import Call
-from ..integration.layer_methods import bound_config
-from ..integration.layers import Layer
+from ..integration.layer_methods import facts_for
+from ..integration.layers import Layer, View
 from ..integration.model_facts import num_layers
 from ..integration.observer import observe
 from ..methods import LeakyReRope, OutputStandardise, ScaleInvariant
@@ -69,7 +69,7 @@ def measure(model: nn.Module, batches: Batches, sink_tokens: int = 1) -> Measure
     options = Options(("logits", "entropy", "mass"), sinks=sink_tokens)
 
     def seen(layer: Layer, call: Call, output: Tensor) -> None:
-        own = call.under(LongAttnConfig())
+        own = call.under(NO_METHOD)
         output = attend(own) if call.config.methods else output
         logits.setdefault(layer.index, Sums(options)).add(own, output)
         total = outputs.setdefault(layer.index, {})
@@ -136,7 +136,7 @@ def calibrate(
 
 def _stretches(model: nn.Module, batches: list[Any], stretch: float) -> tuple[float | tuple[float, ...], ...]:
     """The stretch of every layer: one number, or one for each key head where one of its heads copies."""
-    _, facts = bound_config(model, LongAttnConfig())
+    facts = facts_for(View(model))
     texts = [batch if isinstance(batch, Tensor) else batch["input_ids"] for batch in batches]
     shares = torch.stack([copying_heads(model, row[None]) for text in texts for row in text]).mean(0)
     copies = shares.unflatten(1, (facts.num_kv_heads, -1)).amax(-1) >= COPYING

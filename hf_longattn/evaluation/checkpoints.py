@@ -20,15 +20,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
-from ..checks import Refused, check_dtype, check_finite, check_model, read_text
+from ..checks import Refused, check_dtype, check_finite, check_model
 from ..config import LongAttnConfig
 from ..core.kernels.precision import multiplies_fast
+from ..files import ADAPTER_FILE, read_text
 from ..integration import rope
 from ..integration.classes import own_class
 from ..integration.internals import adapter_classes, classes_for, is_passed_over, load_reports
 from ..integration.max_length import announce_beside
 from ..integration.names import parsed_config
-from ..integration.saved_method import ADAPTER
 from .settings import Setting, parse_rope
 
 #: What a checkpoint may hold beside config, weights and tokenizer: of processors, and of sentence-transformers.
@@ -105,16 +105,16 @@ class Checkpoint:
         """The class that the adapter is made for by its task; None if that is the checkpoint's own, or there is none."""
         if self.adapter is None:
             return None
-        if Path(self.adapter).is_dir() and not (Path(self.adapter) / ADAPTER).is_file():
-            raise ValueError(f"{self.adapter} holds no adapter: there is no {ADAPTER} in it")
+        if Path(self.adapter).is_dir() and not (Path(self.adapter) / ADAPTER_FILE).is_file():
+            raise ValueError(f"{self.adapter} holds no adapter: there is no {ADAPTER_FILE} in it")
         try:
             from peft import auto
         except ImportError:
             raise ImportError('adapters need peft: pip install "hf_longattn[train]"') from None
 
-        task = PreTrainedConfig.get_config_dict(self.adapter, _configuration_file=ADAPTER)[0].get("task_type")
+        task = PreTrainedConfig.get_config_dict(self.adapter, _configuration_file=ADAPTER_FILE)[0].get("task_type")
         if not isinstance(task, str | None):
-            raise ValueError(f"{self.adapter}: task_type in its {ADAPTER} is {task!r}, and names no task")
+            raise ValueError(f"{self.adapter}: task_type in its {ADAPTER_FILE} is {task!r}, and names no task")
         own, peft_class = self.kind, auto.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(task)
         if peft_class is None or (own.can_generate() and task == "CAUSAL_LM"):
             return None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import LongAttnConfig
+from ..config import NO_METHOD, LongAttnConfig
 from ..integration import apply
 from ..integration.model import no_untrained_warning, running
 from ..slots.base import LengthTemperature
@@ -55,7 +55,7 @@ class Corpus:
         checkpoint: Checkpoint,
         train_length: int | None,
         load: Callable[[Setting], Any],
-        cut: bool = False,
+        cut: bool,
     ) -> None:
         self.options, self.checkpoint, self.train_length, self.load = options, checkpoint, train_length, load
         if options.tokenizer is None and checkpoint.is_loaded:
@@ -119,7 +119,7 @@ class Prefixes:
             return None
         if self.document != document.name:
             self.document, self.kept = document.name, {}
-        method = reading(running(model) or LongAttnConfig(), prefix)
+        method = reading(running(model) or NO_METHOD, prefix)
         layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
         end = self._end(length)
         last = self._end(corpus.longest) if layers <= {"full_attention"} else end  # others cannot give tokens back

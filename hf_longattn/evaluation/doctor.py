@@ -12,12 +12,13 @@ from transformers.utils import cached_file
 from ..checks import Refused
 from ..config import LongAttnConfig
 from ..extension import beyond_shown
+from ..files import ADAPTER_FILE
 from ..integration import trained_length as known_length
 from ..integration.internals import get_implementation
 from ..integration.layers import language_config, pretrained
 from ..integration.model import no_untrained_warning
 from ..integration.names import is_longattn_name
-from ..integration.saved_method import ADAPTER, method_in
+from ..integration.saved_method import method_in
 from .checkpoints import Checkpoint
 from .environment import LIMIT, NOTE, PROBLEM, Finding, engines, installed_versions, kernels
 from .outlook import outlook, taken, trained_line
@@ -34,7 +35,7 @@ def examine(model: str, dtype: str = "auto", device: str = "cpu", weights: bool 
         ValueError: a file of it, or of the base of an adapter, is damaged.
     """
     yield from installed_versions()
-    adapter = PreTrainedConfig.get_config_dict(model, _configuration_file=ADAPTER)[0] if _adapter(model) else {}
+    adapter = PreTrainedConfig.get_config_dict(model, _configuration_file=ADAPTER_FILE)[0] if _adapter(model) else {}
     base = adapter.get("base_model_name_or_path") or model
     saved = PreTrainedConfig.get_config_dict(base)[0]
     own = method_in(saved)
@@ -144,4 +145,4 @@ def what_is_taken(config: Any, told: int | None) -> Finding:
 
 
 def _adapter(model: str) -> bool:
-    return cached_file(model, ADAPTER, _raise_exceptions_for_missing_entries=False) is not None
+    return cached_file(model, ADAPTER_FILE, _raise_exceptions_for_missing_entries=False) is not None

@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from .._version import __version__
 from ..config import LongAttnConfig
 from ..core.kernels.precision import auto_dtype
+from ..integration.names import TRIPWIRE
 
 #: Engines that build a model by its architecture's name, from code of their own, and read nothing of a method.
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llama_cpp": "llama.cpp", "ctranslate2": "CTranslate2", "mlx_lm": "MLX"}
@@ -75,7 +76,7 @@ def engines(method: LongAttnConfig | None, architectures: Sequence[str] = ()) ->
     """Engines that are installed here and would run a checkpoint with a method without it; strict ones they refuse."""
     if method is None:
         return
-    if any(name.startswith("LongAttn") for name in architectures):
+    if any(name.startswith(TRIPWIRE) for name in architectures):
         yield Finding("engines", "the checkpoint is strict: engines with code of their own refuse it")
     elif result := [name for module, name in ENGINES.items() if find_spec(module) and not (module == "vllm" and _plugged())]:
         text = f"{' and '.join(result)} would silently run this checkpoint without its method"

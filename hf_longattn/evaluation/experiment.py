@@ -16,6 +16,7 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
+from ..files import ADAPTER_FILE
 from .processes import gathered, place
 from .rows import Row, RowFile
 
@@ -229,7 +230,7 @@ def fingerprint(model: Any) -> str:
     files = [
         (file, file.stat())
         for file in sorted(folder.resolve().iterdir())
-        if file.suffix in (".safetensors", ".bin") or file.name in ("config.json", "adapter_config.json")
+        if file.suffix in (".safetensors", ".bin") or file.name in ("config.json", ADAPTER_FILE)
     ]
     facts = [[file.name, _sha256(file, stat.st_size, stat.st_mtime_ns)] for file, stat in files]
     return f"{folder.resolve().name} {digest(facts)}"

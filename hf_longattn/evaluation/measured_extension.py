@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..checks import Refused, written_aside
+from ..checks import Refused
 from ..extension import extend, temperature
+from ..files import written_aside
 from ..integration import describe, update
 from ..integration.classes import loaders
 from ..integration.layers import View

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..integration.internals import set_implementation
-from ..integration.layers import language_config
+from ..integration.layers import language_config, with_parts
 
 HEADS = 2
 #: Sizes that no attention method asks for, by what configs call them: whole-name patterns, and what they become.
@@ -44,7 +43,7 @@ def miniature(config: PreTrainedConfig) -> Any:
     set_implementation(small, None)
     head_dim, hidden, heads = (_global(small, name) for name in ("head_dim", "hidden_size", "num_attention_heads"))
     width = HEADS * int(head_dim or hidden // heads)
-    for part in _parts(small):
+    for part in with_parts(small):
         for name in [name for name in vars(part) if not name.startswith("_")]:
             _shrink(part, name, width)
         if _global(part, "hidden_size") is not None:
@@ -54,13 +53,6 @@ def miniature(config: PreTrainedConfig) -> Any:
         torch.manual_seed(0)
         kind = AutoModelForCausalLM if type(small) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
         return kind.from_config(small, dtype=torch.float32).eval()
-
-
-def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    yield config
-    for value in vars(config).values():
-        if isinstance(value, PreTrainedConfig):
-            yield from _parts(value)
 
 
 def _global(config: PreTrainedConfig, name: str) -> Any:

@@ -6,10 +6,12 @@ import dataclasses
 from pathlib import Path
 
 from ..config import LongAttnConfig
+from ..files import ADAPTER_FILE
 from ..integration import apply
-from ..integration.layer_methods import bound_config
+from ..integration.layer_methods import facts_for
+from ..integration.layers import View
 from ..integration.model import running
-from ..integration.saved_method import ADAPTER, method_in, saved_in
+from ..integration.saved_method import method_in, saved_in
 from ..slots.method import ModelFacts
 from ..user_warnings import warn
 from .checkpoints import Checkpoint
@@ -43,7 +45,7 @@ def check_setting(setting: Setting, checkpoint: Checkpoint, head: bool = True) -
             apply(empty, filled(method, own))
         known = method or own
         told = setting.train_length or (None if known is None else known.train_length)
-        facts = bound_config(empty, LongAttnConfig(train_length=told))[1]
+        facts = facts_for(View(empty), LongAttnConfig(train_length=told))
         if told is None or setting.train_length or known is None or not known.trained:
             return facts
         return dataclasses.replace(facts, trained=known.trained)  # as it was told or read when that method came
@@ -67,7 +69,7 @@ def _adapters_method(setting: Setting, own: LongAttnConfig | None) -> LongAttnCo
     """The method that an adapter's folder records, if any, for a checkpoint that runs `own`."""
     if setting.adapter is None:
         return None
-    if (method := method_in(saved_in(Path(setting.adapter) / ADAPTER))) is not None:
+    if (method := method_in(saved_in(Path(setting.adapter) / ADAPTER_FILE))) is not None:
         return method
     if own is None:
         warn(

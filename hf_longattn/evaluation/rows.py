@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ..checks import read_json
+from ..files import read_json
 
 Row = dict[str, Any]
 #: In a line of a file with a protocol, the checksum of the row before it.

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from ..checks import read_text
 from ..config import LongAttnConfig, listed, split_text
+from ..files import read_text
 from ..slots.method import as_length
 from ..slots.registry import ROPES, did_you_mean
 from ..slots.registry import UNMODIFIED as UNMODIFIED

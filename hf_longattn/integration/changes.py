@@ -18,7 +18,7 @@ from .max_length import announce
 from .names import is_longattn_name
 from .rope import build, exchange
 from .shared import own_configs, refuse_shared, untrack_model
-from .state import set_method, state_of
+from .state import Disabled, set_method, state_of
 from .trained_length import window_hides
 
 
@@ -154,7 +154,7 @@ def disable(model: nn.Module, rope_parameters: dict[str, Any] | None = None) -> 
             return
         tables = None if rope_parameters is None else exchange(base, build(base, rope_parameters))
         longer = next((x.extended_to for c, _ in running if isinstance(x := raw_section(c), LongAttnConfig)), None)
-        state.disabled = [(c, get_implementation(c)) for c, _ in running], tables, longer
+        state.disabled = Disabled([(c, get_implementation(c)) for c, _ in running], tables, longer)
         announce(view, None)
         for config, implementation in running:  # not by the property, which would switch a vision tower too
             set_implementation(config, implementation)
@@ -166,10 +166,9 @@ def enable(model: nn.Module) -> None:
         state = view.state
         if state is None or state.disabled is None:
             return
-        implementations, tables, longer = state.disabled
-        state.disabled = None
-        for config, implementation in implementations:
+        before, state.disabled = state.disabled, None
+        for config, implementation in before.implementations:
             set_implementation(config, implementation)
-        if tables is not None:
-            exchange(view.model, tables)
-        announce(view, longer)
+        if before.tables is not None:
+            exchange(view.model, before.tables)
+        announce(view, before.extended_to)

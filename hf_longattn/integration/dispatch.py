@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import LongAttnConfig
+from ..config import NO_METHOD
 from ..core.attend import attend
 from ..core.call import Call
 from ..core.geometry import AttentionLayout
 from ..core.kernels.kernel import KernelFailure
-from ..core.plan import AttentionPlan, plan_key, plans
+from ..core.plan import ReadyPlan, plan_key, plans
 from ..core.reference import dense_attention
 from ..core.rotated_keys import Keep
 from ..slots.learned import learned_parts
@@ -35,7 +35,6 @@ _PICTURES_IN_PARTS = (
     "that is split over processes: call generate() in one process, or take a method without a remap"
 )
 #: What a layer that is left alone computes where no other function knows its rows.
-_LEFT_ALONE = LongAttnConfig()
 
 
 def attention_forward(
@@ -123,7 +122,7 @@ def _attend(
     key: Tensor,
     value: Tensor,
     rows: AttentionLayout,
-    made: Mapping[Hashable, AttentionPlan] | None = None,
+    made: Mapping[Hashable, ReadyPlan] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """A layer's method over rows of any geometry: output (batch, q_len, heads, head_dim), and weights if asked for.
 
@@ -131,7 +130,7 @@ def _attend(
         made: the plans over these rows, of which a layer in decoding takes its own without making a `Call`; None: makes one.
     """
     method, sinks, traced = layer_call.method, layer_call.more.get("s_aux"), layer_call.traced
-    config, learned = method.config or _LEFT_ALONE, learned_parts(layer_call.module)
+    config, learned = method.config or NO_METHOD, learned_parts(layer_call.module)
     scaling = query.shape[-1] ** -0.5 if layer_call.scaling is None else layer_call.scaling
     if query.shape[1] != method.heads and (sinks is not None or any(m.head_dependent for m in config.methods)):
         config, learned, own = of_these_heads(layer_call.module, query.shape[1], method.heads, config, learned)

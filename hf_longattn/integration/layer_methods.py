@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from ..config import CUSTOM, LongAttnConfig
+from ..config import CUSTOM, NO_METHOD, LongAttnConfig
 from ..slots.method import ModelFacts
 from ..user_warnings import warn
 from .changes import remember
@@ -233,18 +233,12 @@ def _refuse_layers(view: View, config: LongAttnConfig, chosen: list[Layer]) -> N
         )
 
 
-def bound_config(model: nn.Module, config: LongAttnConfig) -> tuple[LongAttnConfig, ModelFacts]:
-    """The config with all defaults that depend on the model filled in, and those facts; the model is not changed."""
-    return bound_in(View(model), config)
-
-
-def bound_in(view: View, config: LongAttnConfig) -> tuple[LongAttnConfig, ModelFacts]:
-    """Return the config of a viewed model, bound to it, with the facts."""
+def facts_for(view: View, config: LongAttnConfig = NO_METHOD) -> ModelFacts:
+    """The facts that a config is bound to in a model; ValueError where no method can go into any of its layers."""
     if not view.candidates:
         raise ValueError(no_layer(view, config))
     _refuse_model(view, config)
-    facts = facts_of(view, [x for x in view.candidates if not x.why_not] or view.candidates, config.train_length)
-    return config.bind(facts), facts
+    return facts_of(view, [x for x in view.candidates if not x.why_not] or view.candidates, config.train_length)
 
 
 def refuse_name(view: View, name: str, section: Any = None) -> NoReturn:

@@ -117,10 +117,14 @@ def pretrained(model: nn.Module) -> PreTrainedModel:
     if not isinstance(model, nn.Module):
         got = repr(model) if isinstance(model, str) else f"an object of type {type(model).__name__}"
         raise TypeError(f"this takes a loaded model first, got {got}")
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            return module
-    raise ValueError(f"{type(model).__name__} holds no transformers model")
+    if (found := pretrained_in(model)) is None:
+        raise ValueError(f"{type(model).__name__} holds no transformers model")
+    return found
+
+
+def pretrained_in(model: nn.Module) -> PreTrainedModel | None:
+    """The transformers model inside a module, the outermost; None: there is none."""
+    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
 
 
 class View:
@@ -208,17 +212,17 @@ def _config_of(attention: Any, models: list[PreTrainedModel]) -> Any:
     """`Layer.config`: of the configs of the models around an attention module, from the innermost out, its own object, or else
     the first of its type; the module's own where there is neither.
     """
-    known = distinct([c for m in models for c in _with_parts(m.config)])
+    known = distinct([c for m in models for c in with_parts(m.config)])
     own = attention.config
     return next((c for c in known if c is own), next((c for c in known if type(c) is type(own)), own))
 
 
-def _with_parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+def with_parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     """A config, and those in it."""
     yield config
     for part in vars(config).values():
         if isinstance(part, PreTrainedConfig):
-            yield from _with_parts(part)
+            yield from with_parts(part)
 
 
 def distinct(configs: Iterable[Any]) -> list[Any]:

@@ -40,18 +40,13 @@ INDEX_WIDTH = 6
 BOTH_WAYS = "the model reads in both directions ({}), and methods are defined for causal attention only"
 
 
-def both_ways(config: Any) -> str | None:
-    """Return the flag in a config by which its model reads in both directions, or None."""
-    if getattr(config, "is_causal", True) is False:
-        return "is_causal=False"
-    asked = getattr(config, "use_bidirectional_attention", None)
-    return f"use_bidirectional_attention={asked!r}" if asked is True or asked == "all" else None
-
-
 def refuse_both_ways(config: Any, name: str = "") -> None:
     """ValueError: a config lets a model read in both directions."""
-    if (flag := both_ways(config)) is not None:
-        raise ValueError(name + BOTH_WAYS.format(flag))
+    if getattr(config, "is_causal", True) is False:
+        raise ValueError(name + BOTH_WAYS.format("is_causal=False"))
+    asked = getattr(config, "use_bidirectional_attention", None)
+    if asked is True or asked == "all":
+        raise ValueError(name + BOTH_WAYS.format(f"use_bidirectional_attention={asked!r}"))
 
 
 class BaseAttention:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ..files import ADAPTER_FILE
 from .layers import View, distinct, language_config
 from .trained_length import KEPT, ORIGINAL, UNSCALED, named_lengths, rope_settings
 
@@ -96,7 +97,7 @@ def length_changes_rotation(config: Any, length: int) -> bool:
 
 def announce_beside(folder: Path) -> None:
     """Let the tokenizer in a saved model's folder say what its config says, if it says less, or what it said before."""
-    configs = [file for name in ("config.json", "adapter_config.json") if (file := folder / name).is_file()]
+    configs = [file for name in ("config.json", ADAPTER_FILE) if (file := folder / name).is_file()]
     if not configs:
         return
     length = max((n for file in configs for n in _extended(json.loads(file.read_text(encoding="utf-8")))), default=0)

@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import nn
 
-from ..config import LongAttnConfig, written
+from ..config import NO_METHOD, LongAttnConfig, written
 from ..slots.learned import LearnedParts, container_of
 from ..user_warnings import warn
 from .changes import release, transaction, without_method
@@ -189,7 +189,7 @@ def say_what_runs(model: nn.Module) -> LongAttnConfig | None:
     else:
         with change(model) as view:
             settle(view)
-    if (runs := view.running) is None or runs == LongAttnConfig():  # that looks on alone
+    if (runs := view.running) is None or runs == NO_METHOD:  # that looks on alone
         return None
     says = language_config(view.model.config)
     alike = _ATTENDS if type(says) is type(view.target) else ()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from ..config import CUSTOM, LongAttnConfig
+from ..config import CUSTOM, NO_METHOD
 from ..core.call import Call
 from .changes import CALLS, changing, remember, snapshot
 from .config_records import raw_section
@@ -61,7 +61,7 @@ def _observe(view: View, observer: Observer, named: set[int] | None) -> list[Lay
         for c in view.method_configs:
             remember(view, c, get_implementation(c))
             set_implementation(c, CUSTOM)
-        state.set_running(view, LongAttnConfig())
+        state.set_running(view, NO_METHOD)
     whole = None if config is None else raw_section(config)
     for layer in view.of_target:
         method, unchanged = method_of(layer.module), layer.why_not
@@ -69,7 +69,7 @@ def _observe(view: View, observer: Observer, named: set[int] | None) -> list[Lay
             number = -1 if layer.why_never else layer.index
             method = LayerMethod(state, whole, None, unchanged or "", layer.windowed, num_heads(layer), index=number)
         if method.config is None and not unchanged:
-            method = dataclasses.replace(method, config=LongAttnConfig())  # not in the method's `layers`: plain attention
+            method = dataclasses.replace(method, config=NO_METHOD)  # not in the method's `layers`: plain attention
         if method.config is None and not layer.why_never:
             left_alone[layer.index] = method.reason
         elif method.config is not None and (named is None or layer.index in named):

@@ -14,7 +14,7 @@ from typing import Any
 from torch.compiler import is_dynamo_compiling
 from transformers import Cache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..config import CUSTOM, PREFIX, LongAttnConfig, is_whole, read_name
+from ..config import CUSTOM, NO_METHOD, PREFIX, LongAttnConfig, is_whole, read_name
 from ..slots.registry import STOCK, method_class, parameters_of
 from ..user_warnings import warn
 from .changes import remember
@@ -60,7 +60,7 @@ def _to_dict(original: Callable[..., dict[str, Any]], self: PreTrainedConfig) ->
         out.pop(ours, None)
     text = language_config(self)
     if text is self:
-        observed = section == LongAttnConfig()  # a model without a method, while something looks on
+        observed = section == NO_METHOD  # a model without a method, while something looks on
         section = section.to_dict() if isinstance(section, LongAttnConfig) else section
         if is_longattn_name(name := get_implementation(self)) and not observed:
             out |= {"attn_implementation": PREFIX + short(name)}

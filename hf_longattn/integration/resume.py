@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from ..config import LongAttnConfig
+from ..files import ADAPTER_FILE
 from . import rope
+from .layers import pretrained_in
 from .model import running
-from .saved_method import ADAPTER, computed, method_in, saved_in
+from .saved_method import computed, method_in, saved_in
 
 
 def train(original: Callable[..., Any], self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -31,8 +32,7 @@ def refuse_other_attention(model: nn.Module, folder: Path, scheduled: Collection
     Args:
         scheduled: parameters of methods that the run sets before each step, and which may therefore differ.
     """
-    base = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
-    if base is None:
+    if (base := pretrained_in(model)) is None:
         return
     now, settings = running(base), rope.settings_of(base)
     for file, then, saved_settings in _saved(folder):
@@ -52,7 +52,7 @@ def refuse_other_attention(model: nn.Module, folder: Path, scheduled: Collection
 
 def _saved(folder: Path) -> Iterator[tuple[Path, LongAttnConfig | None, dict[str, Any] | None]]:
     """Return the attention and rotary settings in a checkpoint's configs; None where they do not say."""
-    for file in sorted((*folder.glob("config.json"), *folder.glob(ADAPTER), *folder.glob(f"*/{ADAPTER}"))):
+    for file in sorted((*folder.glob("config.json"), *folder.glob(ADAPTER_FILE), *folder.glob(f"*/{ADAPTER_FILE}"))):
         saved = saved_in(file)
         yield file, method_in(saved), saved.get("text_config", saved).get("rope_parameters")
 

@@ -7,7 +7,6 @@ An adapter's config carries a record: attributes of PEFT's config in memory, key
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,13 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..config import PREFIX, LongAttnConfig
+from ..files import read_json
 from ..slots.learned import LearnedParts, learned_parts
 from . import rope
 from .internals import commit_of, get_implementation
 from .layers import View
 from .names import is_longattn_name, ours_in, short
 
-#: The file of an adapter's config.
-ADAPTER = "adapter_config.json"
 #: The record: the method as `LongAttnConfig.to_dict` writes it; rotary settings where they are not those of the base
 #: checkpoint, or that is not known, and the base's; whether the base runs a method by itself, which stays on without adapters.
 RECORD = ("longattn", "rope_parameters", "base_rope_parameters", "base_has_method")
@@ -42,10 +40,7 @@ def type_of(saved: Mapping[str, Any]) -> str:
 
 def saved_in(file: Path) -> dict[str, Any]:
     """A saved config; empty where there is no such file, ValueError where it is damaged."""
-    try:
-        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{file} is damaged ({error}): save or download it again") from None
+    return read_json(file) if file.is_file() else {}
 
 
 def method_in(saved: Mapping[str, Any]) -> LongAttnConfig | None:

@@ -46,6 +46,20 @@ from .rotation import RotarySource
 TABLE_BYTES = 2 << 30
 
 
+class Disabled(NamedTuple):
+    """What a model without its adapters gave up.
+
+    Args:
+        implementations: the attention of each config.
+        tables: of its rotation; None: that stays.
+        extended_to: the length that its configs announced; None: their own.
+    """
+
+    implementations: list[tuple[Any, str | None]]
+    tables: RotaryTables | None
+    extended_to: int | None
+
+
 @dataclass(eq=False)
 class AttentionState:
     """The state of a model as a whole; the methods of its layers lead here."""
@@ -62,9 +76,7 @@ class AttentionState:
     remapped: bool = False  # whether a remap of rotary distances acts in some layer
     alone: bool = False  # see `orphaned`
     guards: tuple[RemovableHandle, ...] = ()  # hooks that refuse calls: see `guards`
-    disabled: tuple[list[tuple[Any, str]], RotaryTables | None, int | None] | None = (
-        None  # what `enable` puts back, in that order
-    )
+    disabled: Disabled | None = None  # what `enable` puts back
     claims: Claims = field(default_factory=Claims)
     method_ids: dict[Hashable, object] = field(default_factory=dict)  # those of all layers: see `LayerMethod.method_id`
     # beside each KV cache, by the number of the layer; copies have none

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import LongAttnConfig
+from ..config import NO_METHOD
 from ..core.call import Call
 from ..core.tracing import readable
 from ..user_warnings import warn
@@ -106,7 +106,7 @@ def _probed(view: View, methods: Mapping[nn.Module, LayerMethod], layers: list[L
         def observer(call: Call, output: Tensor, name: str = x.name) -> None:
             computed[name] = call
 
-        probed[x.module] = replace(methods[x.module], config=LongAttnConfig(), rotary=None, observer=observer)
+        probed[x.module] = replace(methods[x.module], config=NO_METHOD, rotary=None, observer=observer)
     equal = [x.module.register_forward_pre_hook(_with_equal_tokens, with_kwargs=True) for x in view.layers if not x.why_never]
     try:
         embeddings, inner = input_embeddings(view.model), view.inner

@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from ..slots.base import KeyInterval, Positions, known
+from ..slots.base import KeyInterval, Positions
 from ..slots.method import ModelFacts, require_at_least
 
 
@@ -55,20 +55,20 @@ class DualChunk(Positions):
 
     @property
     def step(self) -> int:
-        return known(self.chunk) - known(self.local)
+        return self.filled("chunk") - self.filled("local")
 
     @property
     def identity_below(self) -> float:
         return 0 if self.chunk is None or self.local is None else min(self.chunk, 2 * self.step)
 
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
-        c, s = self.step, known(self.chunk)
+        c, s = self.step, self.filled("chunk")
         apart = i // c - j // c
         older = min(2 * c - 1, s) - j % c
         return torch.where(apart <= 0, i - j, torch.where(apart == 1, (i % c + c).clamp(max=s) - j % c, older)).double()
 
     def intervals(self, i: Tensor) -> list[KeyInterval]:
-        c, s = self.step, known(self.chunk)
+        c, s = self.step, self.filled("chunk")
         edge = i // c * c
 
         def inside(j: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..slots.base import KeyInterval, Positions, Window, capped, known
+from ..slots.base import KeyInterval, Positions, Window, capped
 from ..slots.method import numbers, require_at_least
 
 
@@ -32,10 +32,10 @@ class ReRope(Window, Positions):
     stack: bool = False
 
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
-        return (i - j).double().clamp(max=known(self.window))
+        return (i - j).double().clamp(max=self.filled("window"))
 
     def intervals(self, i: Tensor) -> list[KeyInterval]:
-        w = known(self.window)
+        w = self.filled("window")
         return [KeyInterval(first=i - w + 1), capped(i - w, w)]
 
 
@@ -67,7 +67,7 @@ class LeakyReRope(Window, Positions):
             require_at_least(1, stretch=stretch)
 
     def reach(self, train_length: int) -> int | None:
-        w, least = known(self.window), min(numbers(self.stretch))
+        w, least = self.filled("window"), min(numbers(self.stretch))
         return None if math.isinf(least) else int(w + least * (train_length - w))
 
     def leaky(self, n: Tensor) -> Tensor:
@@ -77,11 +77,11 @@ class LeakyReRope(Window, Positions):
         return n.double() / self.stretch
 
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
-        t, w = i - j, known(self.window)
+        t, w = i - j, self.filled("window")
         far = self.leaky(t - w)
         near = t.double().reshape(*t.shape, *[1] * (far.ndim - t.ndim))
         return torch.where(near < w, near, w + far)
 
     def intervals(self, i: Tensor) -> list[KeyInterval]:
-        w = known(self.window)
+        w = self.filled("window")
         return [KeyInterval(first=i - w + 1), KeyInterval(last=i - w, query=lambda i: self.leaky(i - w) + w, key=self.leaky)]

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..slots.base import KeyInterval, Positions, Window, known
+from ..slots.base import KeyInterval, Positions, Window
 from ..slots.method import require_at_least
 
 
@@ -38,13 +38,13 @@ class SelfExtend(Window, Positions):
         require_at_least(1, group=self.group)
 
     def reach(self, train_length: int) -> int | None:
-        return known(self.window) + self.group * (train_length - known(self.window))
+        return self.filled("window") + self.group * (train_length - self.filled("window"))
 
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
-        w, g = known(self.window), self.group
+        w, g = self.filled("window"), self.group
         return torch.where(i - j < w, i - j, i // g - j // g + w - w // g).double()
 
     def intervals(self, i: Tensor) -> list[KeyInterval]:
-        w, g = known(self.window), self.group
+        w, g = self.filled("window"), self.group
         far = KeyInterval(last=i - w, query=lambda i: (i // g + w - w // g).double(), key=lambda j: (j // g).double())
         return [KeyInterval(first=i - w + 1), far]

@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from ..slots.base import KeyInterval, Positions, known
+from ..slots.base import KeyInterval, Positions
 from ..slots.method import ModelFacts, require_at_least
 
 
@@ -51,16 +51,19 @@ class StringRemap(Positions):
         return dataclasses.replace(bound, shift=shift, window=min(128, shift // 2) if self.window is None else self.window)
 
     def reach(self, train_length: int) -> int | None:
-        return train_length + known(self.shift) - known(self.window)
+        return train_length + self.filled("shift") - self.filled("window")
 
     @property
     def identity_below(self) -> float:
         return self.shift or 0
 
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
-        t, s = i - j, known(self.shift)
-        return torch.where(t < s, t, t - s + known(self.window)).double()
+        t, s = i - j, self.filled("shift")
+        return torch.where(t < s, t, t - s + self.filled("window")).double()
 
     def intervals(self, i: Tensor) -> list[KeyInterval]:
-        s = known(self.shift)
-        return [KeyInterval(first=i - s + 1), KeyInterval(last=i - s, query=lambda i: (i - s + known(self.window)).double())]
+        s = self.filled("shift")
+        return [
+            KeyInterval(first=i - s + 1),
+            KeyInterval(last=i - s, query=lambda i: (i - s + self.filled("window")).double()),
+        ]

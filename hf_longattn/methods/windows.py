@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from ..slots.base import KeyInterval, Visibility, Window, capped, known, near
+from ..slots.base import KeyInterval, Visibility, Window, capped, near
 from ..slots.method import ModelFacts, require_at_least
 
 
@@ -28,10 +28,10 @@ class Windowed(Window, Visibility):
     window: int | None = None
 
     def visible(self, i: Tensor, j: Tensor) -> Tensor:
-        return (i - j).abs() < known(self.window)
+        return (i - j).abs() < self.filled("window")
 
     def intervals(self, i: Tensor) -> list[KeyInterval]:
-        return [near(i, known(self.window))]
+        return [near(i, self.filled("window"))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Streaming(Window, Visibility):
 
     def bind(self, facts: ModelFacts) -> Self:
         bound = super().bind(facts)
-        if facts.train_length is not None and known(bound.window) + self.sinks > facts.train_length:
+        if facts.train_length is not None and bound.filled("window") + self.sinks > facts.train_length:
             raise ValueError(
                 f"window {bound.window} and {self.sinks} sinks together exceed the trained length {facts.train_length}"
             )
@@ -71,16 +71,16 @@ class Streaming(Window, Visibility):
 
     def cap(self, i: Tensor) -> Tensor:
         """The position of the query as its sinks see it."""
-        return i.clamp(max=self.sinks + known(self.window) - 1)
+        return i.clamp(max=self.sinks + self.filled("window") - 1)
 
     def visible(self, i: Tensor, j: Tensor) -> Tensor:
-        return ((i - j).abs() < known(self.window)) | ((j < self.sinks) & (j < i))
+        return ((i - j).abs() < self.filled("window")) | ((j < self.sinks) & (j < i))
 
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
-        return torch.where(i - j < known(self.window), i - j, self.cap(i) - j).double()
+        return torch.where(i - j < self.filled("window"), i - j, self.cap(i) - j).double()
 
     def intervals(self, i: Tensor) -> list[KeyInterval]:
-        w = known(self.window)
+        w = self.filled("window")
         return [near(i, w), KeyInterval(last=(i - w).clamp(max=self.sinks - 1), query=lambda i: self.cap(i).double())]
 
 
@@ -106,8 +106,8 @@ class LmInfinite(Streaming):
         return Window.bind(self, facts)  # the sinks lie inside
 
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
-        return (i - j).double().clamp(max=known(self.window))
+        return (i - j).double().clamp(max=self.filled("window"))
 
     def intervals(self, i: Tensor) -> list[KeyInterval]:
-        w = known(self.window)
+        w = self.filled("window")
         return [near(i, w), capped((i - w).clamp(max=self.sinks - 1), w)]

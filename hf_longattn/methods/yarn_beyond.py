@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from ..slots.base import KeyInterval, Positions, known
+from ..slots.base import KeyInterval, Positions
 from ..slots.method import ModelFacts, require_at_least, require_in, require_positive
 
 #: Beyond every position.
@@ -82,7 +82,9 @@ class YarnBeyond(Positions):
         if pairs <= 1:  # the fastest one, which YaRN leaves as it is
             return inv_freq, self.scale
         step = -inv_freq[-1].abs().log() / (pairs - 1)  # of the logarithms of the frequencies, from 0 on
-        low, high = ((math.log(known(self.train_length) / (2 * math.pi * b))) / step for b in (self.beta_fast, self.beta_slow))
+        low, high = (
+            (math.log(self.filled("train_length") / (2 * math.pi * b))) / step for b in (self.beta_fast, self.beta_slow)
+        )
         if self.truncate:
             low, high = low.floor(), high.ceil()
         low, high = low.clamp(min=0), high.clamp(max=2 * pairs - 1)
@@ -98,10 +100,10 @@ class YarnBeyond(Positions):
         return (i - j).double()
 
     def rescaled(self, i: Tensor, j: Tensor) -> Tensor:
-        return (i >= known(self.train_length)) & torch.ones_like(j, dtype=torch.bool)
+        return (i >= self.filled("train_length")) & torch.ones_like(j, dtype=torch.bool)
 
     def intervals(self, i: Tensor) -> list[KeyInterval]:
-        late = i >= known(self.train_length)
+        late = i >= self.filled("train_length")
         within, beyond = torch.where(late, -1, NEVER), torch.where(late, 0, NEVER)
         return [
             KeyInterval(last=within),

@@ -33,13 +33,15 @@ from transformers import PreTrainedModel
 from transformers.integrations.peft import PeftAdapterMixin
 
 from ..config import LongAttnConfig
+from ..files import ADAPTER_FILE
 from ..integration import apply, rope, saved_method
 from ..integration.changes import disable, enable, is_disabled, transaction
 from ..integration.internals import get_implementation
+from ..integration.layers import pretrained_in
 from ..integration.max_length import announce_beside
 from ..integration.model import no_untrained_warning, running
 from ..integration.patch import Patch, install
-from ..integration.saved_method import ADAPTER, LEARNED, RECORD, computed, method_in
+from ..integration.saved_method import LEARNED, RECORD, computed, method_in
 from ..slots.learned import container_of
 from ..user_warnings import warn
 
@@ -52,7 +54,7 @@ HEADS = {peft.PeftModelForTokenClassification: ("classifier", "score"), peft.Pef
 def _save_config(original: Any, self: PeftConfigMixin, save_directory: str, **kwargs: Any) -> None:
     original(self, save_directory, **kwargs)
     if vars(self).get("longattn"):
-        path = Path(save_directory) / ADAPTER
+        path = Path(save_directory) / ADAPTER_FILE
         saved = saved_method.saved_in(path) | {key: getattr(self, key) for key in RECORD}
         saved["peft_type"] = saved_method.refused_type(saved["peft_type"])
         path.write_text(json.dumps(saved, indent=2, sort_keys=True), encoding="utf-8")
@@ -84,7 +86,7 @@ def _joining(config: Any, model: nn.Module, others: Collection[Any]) -> Any:
         TypeError: the config asks for a method, and this is no transformers model.
         ValueError: as `_restore`; or the adapter cannot save the method's learned parameters, or not run the method.
     """
-    base, target = _base_of(model), method_in(vars(config))
+    base, target = pretrained_in(model), method_in(vars(config))
     if base is None:
         if target is not None:
             raise TypeError(f"the adapter was trained under {target.name}, which {type(model).__name__} cannot run")
@@ -156,12 +158,8 @@ def _other(trained: LongAttnConfig, runs: LongAttnConfig | None, way_out: str) -
     )
 
 
-def _base_of(model: nn.Module) -> PreTrainedModel | None:
-    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-
-
 def _init(original: Any, self: PeftModel, model: nn.Module, peft_config: Any, *args: Any, **kwargs: Any) -> None:
-    heads, base = next((names for kind, names in HEADS.items() if isinstance(self, kind)), ()), _base_of(model)
+    heads, base = next((names for kind, names in HEADS.items() if isinstance(self, kind)), ()), pretrained_in(model)
     if heads and base is not None and hasattr(peft_config, "modules_to_save") and _under_method(peft_config, base):
         peft_config = copy.copy(peft_config)
         peft_config.modules_to_save = [*dict.fromkeys([*(peft_config.modules_to_save or ()), *heads])]
@@ -183,7 +181,7 @@ def _add_adapter(original: Any, self: PeftModel, adapter_name: str, peft_config:
 def _following(config: Any, model: nn.Module, others: Collection[Any]) -> Any:
     """Join an adapter of a kind that PEFT does not note on the model, and note it there, so that it follows later changes."""
     config = copy.copy(_joining(config, model, others))
-    if (base := _base_of(model)) is not None:
+    if (base := pretrained_in(model)) is not None:
         vars(base)["longattn_adapters"] = [*vars(base).get("longattn_adapters", ()), config]
     return config
 
@@ -219,7 +217,7 @@ def _check_weights(model_id: Any, options: dict[str, Any], model: nn.Module) -> 
         config = PeftConfig.from_pretrained(model_id, **options)
     except ValueError:  # there are only weights, which say nothing
         return
-    base = _base_of(model)
+    base = pretrained_in(model)
     _refuse_weights(config, None if base is None else running(base))
 
 
@@ -248,7 +246,7 @@ def _convert_from_start(original: Any, cls: Any, model: Any, config: Any, path: 
 
 
 def _refuse_conversion(original: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    base = _base_of(model)
+    base = pretrained_in(model)
     if base is not None and (runs := running(base)) is not None:
         raise NotImplementedError(
             f"the LoRA adapter that this conversion makes would not record {runs.name}, which the model runs: train a LoRA "
@@ -258,7 +256,7 @@ def _refuse_conversion(original: Any, model: nn.Module, *args: Any, **kwargs: An
 
 
 def _refuse_call(original: Any, self: PeftModel, *args: Any, **kwargs: Any) -> Any:
-    names, base = kwargs.get("adapter_names"), _base_of(self)
+    names, base = kwargs.get("adapter_names"), pretrained_in(self)
     for config in self.peft_config.values():  # whichever came first, prompts or method
         if config.is_adaption_prompt and base is not None and (method := running(base)) is not None:
             saved_method.refuse_kind(config, method)
@@ -293,7 +291,7 @@ def _bringing(configs: Mapping[str, Any]) -> Any:
 
 
 def _on(model: nn.Module) -> None:
-    if (base := _base_of(model)) is not None:
+    if (base := pretrained_in(model)) is not None:
         enable(base)
 
 

@@ -19,10 +19,11 @@ from transformers import AutoConfig
 
 from ..checks import UNFINISHED
 from ..config import PREFIX, LongAttnConfig, written
+from ..files import ADAPTER_FILE
 from ..integration.classes import loaders, task
 from ..integration.internals import adapter_classes
 from ..integration.names import TRIPWIRE
-from ..integration.saved_method import ADAPTER, method_in, saved_in, type_of
+from ..integration.saved_method import method_in, saved_in, type_of
 from ..integration.trained_length import recorded
 from ..slots.registry import modules_of
 
@@ -36,10 +37,10 @@ def contents(directory: Path) -> tuple[dict[str, Any], LongAttnConfig]:
     Raises:
         ValueError: there is neither, or it records no attention.
     """
-    if not (saved := saved_in(path := directory / ADAPTER) or saved_in(path := directory / "config.json")):
+    if not (saved := saved_in(path := directory / ADAPTER_FILE) or saved_in(path := directory / "config.json")):
         if any(directory.glob("checkpoint-*")):
             raise ValueError(UNFINISHED.format(folder=directory))
-        raise ValueError(f"{directory} holds neither config.json nor {ADAPTER}: save a model or an adapter there first")
+        raise ValueError(f"{directory} holds neither config.json nor {ADAPTER_FILE}: save a model or an adapter there first")
     if (config := method_in(saved)) is None:
         raise ValueError(
             f"{path} records no hf_longattn method, so that it needs nothing of this package: huggingface_hub uploads it "

@@ -15,15 +15,16 @@ from huggingface_hub.errors import HfHubHTTPError
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..checks import Refused, written_aside
+from ..checks import Refused
 from ..evaluation.checkpoints import Checkpoint, carry, load_tokenizer
 from ..evaluation.loading import load_setting
 from ..evaluation.settings import Setting
+from ..files import ADAPTER_FILE, METRICS_FILE, RECIPE_FILE, written_aside
 from ..integration import describe, get_config
 from ..integration.classes import loaders
 from ..integration.names import TRIPWIRE
 from ..integration.offload import refuse_to_save
-from ..integration.saved_method import ADAPTER, saved_in
+from ..integration.saved_method import saved_in
 from ..slots.registry import did_you_mean
 from ..user_warnings import warn
 from .card import BEFORE, Facts, contents, hub_id, is_repo_name, link, model_card, source
@@ -32,9 +33,7 @@ README, STUB = "README.md", "modeling_longattn.py"
 #: What is uploaded: weights as safetensors and text. Optimizer states and other pickles stay where they are.
 SUFFIXES = {".safetensors", ".json", ".md", ".txt", ".model", ".jinja", ".py", ".png"}
 #: What stays behind though it is text: what training writes down of itself, paths of this machine among it.
-LOGS = {"trainer_state.json", "metrics.json"}
-#: What a training run begins with and ends with.
-RECIPE, METRICS = "recipe.yaml", "metrics.json"
+LOGS = {"trainer_state.json", METRICS_FILE}
 #: What a README of PEFT's says, and the tag of one of ours.
 TEMPLATE, TAG = "[More Information Needed]", "hf_longattn"
 #: Where a card of ours says what to load.
@@ -49,7 +48,7 @@ PICTURE = re.compile(r"^!\[.*\]\(.*\)$", re.MULTILINE)
 CELLS = re.compile(r"(?<!\\)\|")
 #: What it says of the training: the texts, then the facts.
 SECTION = re.compile(r"^## Training\n\n(Trained on texts of .*\n)?((?:\n*- .*)*)", re.MULTILINE)
-_STALE = ("*.safetensors", "*.safetensors.index.json", "config.json", ADAPTER, STUB)
+_STALE = ("*.safetensors", "*.safetensors.index.json", "config.json", ADAPTER_FILE, STUB)
 
 
 def save(
@@ -109,7 +108,7 @@ def save(
             model.save_pretrained(aside, **given)  # type: ignore[operator]
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
-        for file in aside.rglob(ADAPTER) if base_model else ():  # of several adapters, each
+        for file in aside.rglob(ADAPTER_FILE) if base_model else ():  # of several adapters, each
             _edit(file, base_model_name_or_path=base_model)
         if stub is not None:
             (aside / STUB).write_text(stub[1], encoding="utf-8")
@@ -180,7 +179,7 @@ def merge(adapter: str | Path, directory: str | Path, **options: Any) -> Path:
     folder = Path(adapter)
     if Path(directory).resolve() == folder.resolve():
         raise ValueError(f"{folder} holds the adapter, which the merged model would replace: give another folder")
-    if (folder / "config.json").is_file() and not (folder / ADAPTER).is_file():
+    if (folder / "config.json").is_file() and not (folder / ADAPTER_FILE).is_file():
         raise ValueError(f"{folder} holds a whole model: there is nothing to merge")
     saved, _ = contents(folder)
     base = str(saved["base_model_name_or_path"])
@@ -312,7 +311,7 @@ def files(directory: Path, repo_id: str, facts: Facts, base_model: str | None = 
                 f"the adapter's base model is {saved.get('base_model_name_or_path')!r}, which nobody else has: name it as the "
                 'Hub does, base_model="user/name" (in a command, --base-model user/name)'
             )
-        for name in [name for name in result if base_model and Path(name).name == ADAPTER]:
+        for name in [name for name in result if base_model and Path(name).name == ADAPTER_FILE]:
             result[name] = _json(saved_in(directory / name) | {"base_model_name_or_path": base_model})
     else:
         result["config.json"] = _json(saved | _tripwire(saved))
@@ -339,7 +338,7 @@ def files(directory: Path, repo_id: str, facts: Facts, base_model: str | None = 
 def _bases(uploaded: Mapping[str, Path | bytes]) -> list[str]:
     """Return the base models that an adapter and a card of ours name; those that its maker wrote by hand are left alone."""
     named = []
-    if (config := uploaded.get(ADAPTER)) is not None:
+    if (config := uploaded.get(ADAPTER_FILE)) is not None:
         named.append(json.loads(_text(config))["base_model_name_or_path"])
     if _ours(text := _text(uploaded[README])):
         named.append(ModelCard(text).data.get("base_model"))
@@ -369,7 +368,7 @@ def _call(card: ModelCard, title: str) -> None:
 
 def unfinished(directory: Path) -> str:
     """Say what an unfinished training run lacks; empty for any other folder."""
-    if not (directory / RECIPE).is_file() or (directory / METRICS).is_file():
+    if not (directory / RECIPE_FILE).is_file() or (directory / METRICS_FILE).is_file():
         return ""
     way = ": the command that began it measures it with --resume" * any(directory.glob("checkpoint-*"))
     return f"the training run in {directory} was not measured to its end, so that its card has no numbers{way}"

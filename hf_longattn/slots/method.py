@@ -111,6 +111,13 @@ class Method:
             _check_by_layer(name, getattr(self, name), facts)
         return self
 
+    def filled(self, parameter: str) -> int:
+        """A length that `bind` fills in; ValueError where it is not given and no model did."""
+        value: int | None = getattr(self, parameter)
+        if value is None:
+            raise ValueError(f"{self.name} needs {parameter}: give it, or put the method into a model, which fills it in")
+        return value
+
     def for_layer(self, layer: int) -> Self:
         """Reduce parameters given per layer to those of `layer`."""
         given = {name: getattr(self, name) for name in (*self.by_head, *self.by_layer)}
@@ -127,6 +134,11 @@ class Method:
     def needs_training(self) -> bool:
         """True if these parameters harm a pretrained model until it is trained with them or they are calibrated."""
         return False
+
+    @property
+    def uses_train_length(self) -> bool:
+        """True if it depends on the length that the model was trained at."""
+        return hasattr(self, "train_length")
 
     @property
     def identity_below(self) -> float:

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from transformers import default_data_collator
 
-from ..checks import read_text
 from ..evaluation.tasks import Encoder, NeedleTask
 from ..evaluation.tasks.sample import IGNORE
+from ..files import read_text
 from . import chats
 from .recipe import Hub, Recipe, Skip
 

@@ -12,12 +12,13 @@ from typing import Any
 from transformers import TrainingArguments
 
 from ..checks import check_dtype, check_output
-from ..config import LongAttnConfig
+from ..config import NO_METHOD, LongAttnConfig
 from ..core.kernels.precision import auto_dtype
 from ..evaluation.checkpoints import Checkpoint, load_tokenizer
 from ..evaluation.measures.probe import TOKENS
 from ..integration.guards import table_entries
-from ..integration.layer_methods import bound_config
+from ..integration.layer_methods import facts_for
+from ..integration.layers import View
 from ..integration.trained_length import recorded
 from ..slots.method import Method
 from . import estimate
@@ -188,9 +189,26 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
         )
     check_processes(recipe, args, start.text_config)
     text = _long_text(recipe, data, far)
-    given = (recipe, output, checkpoint, tokenizer, data, attention)
-    models = (start, original, empty)
-    run = Prepared(*given, *models, args, reads, methods, qk_norm, back, why_not, text, False, resume)
+    run = Prepared(
+        recipe=recipe,
+        output=output,
+        checkpoint=checkpoint,
+        tokenizer=tokenizer,
+        data=data,
+        attention=attention,
+        start=start,
+        original=original,
+        empty=empty,
+        args=args,
+        reads=reads,
+        methods=methods,
+        qk_norm=qk_norm,
+        back=back,
+        unprobed=why_not,
+        text=text,
+        shortened=False,
+        resume=resume,
+    )
     return run if recipe.evaluation.far is not None else _within_budget(run)
 
 
@@ -213,13 +231,14 @@ def _reach(recipe: Recipe, start: Checkpoint, empty: Any, reads: int) -> tuple[i
     attention = recipe.setting.config
     _check_table(recipe, attention, reads, table_entries(empty))
     try:
-        bound, facts = bound_config(empty, attention or LongAttnConfig())
+        facts = facts_for(View(empty), attention or NO_METHOD)
+        bound = attention.bind(facts) if attention else None
     except ValueError:
         if attention is not None:
             raise
         return 0, (), False  # no method goes into it, and no probe, which jumps over positions
-    reaches = max(int(min(reads, bound.reach)) if attention else reads, facts.train_length or 0)
-    return min(reaches, start.end or reaches), bound.methods if attention else (), facts.qk_norm
+    reaches = max(int(min(reads, bound.reach)) if bound else reads, facts.train_length or 0)
+    return min(reaches, start.end or reaches), bound.methods if bound else (), facts.qk_norm
 
 
 def _check_table(recipe: Recipe, attention: LongAttnConfig | None, reads: int, table: int | None) -> None:

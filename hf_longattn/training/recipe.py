@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from ..checks import read_text
 from ..config import listed
 from ..evaluation.settings import Setting
+from ..files import read_text
 from ..slots.method import as_length, require_in
 from ..slots.registry import did_you_mean
 

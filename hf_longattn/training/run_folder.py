@@ -13,10 +13,11 @@ from safetensors import SafetensorError, safe_open
 
 from ..checks import Refused
 from ..evaluation.rows import alone
-from ..integration.saved_method import ADAPTER, saved_in
+from ..files import ADAPTER_FILE, METRICS_FILE, RECIPE_FILE
+from ..integration.saved_method import saved_in
 from .recipe import Evaluation, Recipe, differences
 
-RECIPE_FILE, METRICS_FILE, LOCK_FILE = "recipe.yaml", "metrics.json", "training.lock"
+LOCK_FILE = "training.lock"
 
 
 def is_first() -> bool:
@@ -96,7 +97,7 @@ def _readable(file: Path) -> bool:
         if file.suffix == ".safetensors":
             safe_open(file, "pt")
         archive = file.suffix in {".pt", ".pth"}
-        return (not archive or is_zipfile(file)) and (file.name != ADAPTER or "peft_type" in saved_in(file))
+        return (not archive or is_zipfile(file)) and (file.name != ADAPTER_FILE or "peft_type" in saved_in(file))
     except (SafetensorError, ValueError):
         return False
 

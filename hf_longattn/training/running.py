@@ -19,6 +19,7 @@ from transformers import set_seed
 from ..evaluation.calibrate import calibrate
 from ..evaluation.checkpoints import carry
 from ..evaluation.rows import versions, write_whole
+from ..files import METRICS_FILE, RECIPE_FILE
 from ..integration.max_length import trained_at
 from ..sharing.hub import save
 from .loss import CausalLoss, trained_by
@@ -27,7 +28,7 @@ from .models import put_adapter, put_method, unadapted
 from .preflight import Prepared
 from .reach import sentence
 from .recipe import dump
-from .run_folder import METRICS_FILE, RECIPE_FILE, is_first, locked, remove_begun, remove_cut_short, resumed_from
+from .run_folder import is_first, locked, remove_begun, remove_cut_short, resumed_from
 from .trainer import RecipeTrainer, interruptible
 
 

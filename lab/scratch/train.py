@@ -22,10 +22,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, NanoChatConfig, set_seed
 
 from hf_longattn import training
-from hf_longattn.checks import read_text
 from hf_longattn.evaluation.checkpoints import edit_rope
 from hf_longattn.evaluation.rows import write_whole
 from hf_longattn.evaluation.settings import UNMODIFIED, Setting
+from hf_longattn.files import read_text
 from hf_longattn.integration.rope import theta_of
 from hf_longattn.slots.registry import did_you_mean
 from lab.scratch.optim import Muon, MuonWithAdam

@@ -18,6 +18,7 @@ from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.core.kernels import few, few_cuda, programs
 from hf_longattn.core.kernels.rotate import rotate
 from hf_longattn.core.lower import lower
+from hf_longattn.core.plan import ReadyPlan
 from hf_longattn.core.reference import dense_attention
 
 pytestmark = pytest.mark.skipif(programs.triton is None, reason="triton is not installed")
@@ -62,7 +63,7 @@ def test_few_queries(case: str, kind: str) -> None:
         assert few.KERNEL.refuses(plan) is None
         exact = Call(*(x.double() for x in (query, key, value)), config, rows_of(kind, q_len, kv_len), 0.6, **options)
         close(
-            plan.computed_by("few", few_cuda.FewOnCUDA(plan)).run(query, key, value).double(), dense_attention(exact)[0], 1e-5
+            ReadyPlan(plan, "few", few_cuda.FewOnCUDA(plan)).run(query, key, value).double(), dense_attention(exact)[0], 1e-5
         )
 
 
@@ -70,7 +71,7 @@ def test_outputs_are_of_the_dtype_of_queries() -> None:
     query, key, value = torch.randn(1, 2, 1, 8), *(torch.randn(1, 2, 43, 8, dtype=torch.float16) for _ in range(2))
     plan = lower(Call(query, key, value, CASES["infoscale"].for_layer(0), rows_of("one", 1, 43), 0.6))
     for asked in (query, query.half()):
-        assert few_cuda.FewOnCUDA(plan)(asked, key, value).dtype == asked.dtype
+        assert few_cuda.FewOnCUDA(plan)(asked, key, value, None, None, None).dtype == asked.dtype
 
 
 @pytest.mark.slow
@@ -82,7 +83,7 @@ def test_many_queries_of_one_key_head() -> None:
     config = CASES["calibrated"].for_layer(1).replace(logit_map=CASES["sinks"].logit_map)
     want, _ = dense_attention(Call(query.double(), key.double(), value.double(), config, rows, 0.6))
     plan = lower(Call(query, key, value, config, rows, 0.6))
-    close(plan.computed_by("few", few_cuda.FewOnCUDA(plan)).run(query, key, value).double(), want, 1e-5)
+    close(ReadyPlan(plan, "few", few_cuda.FewOnCUDA(plan)).run(query, key, value).double(), want, 1e-5)
 
 
 @pytest.mark.parametrize("interleaved", ROTATIONS)

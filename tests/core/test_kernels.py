@@ -641,7 +641,7 @@ def test_a_kernel_is_a_file_and_its_name(monkeypatch: pytest.MonkeyPatch) -> Non
         return "it wants 8 queries" if plan.query.shape[2] != 8 else None
 
     prepare = functools.partial(by_segment.BySegment, run=run)
-    mine = kernels.Kernel("mine", prepare, why_not=why_not, preferred=lambda plan: plan.temper is not None)
+    mine = kernels.Kernel(prepare, why_not=why_not, preferred=lambda plan: plan.temper is not None)
     monkeypatch.setattr(attend_module, "KERNELS", {"mine": mine, **attend_module.KERNELS})
     monkeypatch.setattr(attend_module, "BACKENDS", (*attend_module.BACKENDS, "mine"))
     x = torch.randn(1, 2, 8, 8, requires_grad=True)

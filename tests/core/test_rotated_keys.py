@@ -15,6 +15,7 @@ from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.core.kernels import few_cpu
 from hf_longattn.core.lower import lower
+from hf_longattn.core.plan import ReadyPlan
 from hf_longattn.core.reference import dense_attention
 from hf_longattn.core.rotated_keys import RotatedKeys
 
@@ -70,7 +71,7 @@ def test_half_precision_reads_turned_keys_by_the_fused_kernel(
     compute = few_cpu.FewOnCPU(plan)
     assert isinstance(compute.way, few_cpu.Streamed)
     kept = RotatedKeys()
-    got = plan.computed_by("few", compute).run(query, key, value, keep=lambda by, k: kept)
+    got = ReadyPlan(plan, "few", compute).run(query, key, value, keep=lambda by, k: kept)
     assert bool(kept.nbytes) == (name != "string_remap")
     wide = (x.double() for x in (query, key, value))
     want, _ = dense_attention(Call(*wide, config, seen, 0.25, **model))

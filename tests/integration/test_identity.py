@@ -22,7 +22,7 @@ from hf_longattn import LongAttnConfig, Rotation, reference_attention
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.core.kernels.sdpa import few_queries
-from hf_longattn.core.plan import AttentionPlan
+from hf_longattn.core.plan import ReadyPlan
 from hf_longattn.integration import dispatch, unmodified
 from hf_longattn.integration.caches import CACHE
 from hf_longattn.integration.forward_context import LayerCall
@@ -59,7 +59,7 @@ NEVER += ("output_standardise", "output_layer_norm", "rerope+infoscale+cosscale"
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of queries of the calls that a method computes."""
     seen: list[int] = []
-    attend, decode = dispatch.attend, AttentionPlan.run
+    attend, decode = dispatch.attend, ReadyPlan.run
 
     def counting(call: Call) -> Tensor:
         before = len(seen)
@@ -68,12 +68,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             seen.append(call.query.shape[2])
         return out
 
-    def decoding(self: AttentionPlan, query: Tensor, *others: Any) -> Tensor:
+    def decoding(self: ReadyPlan, query: Tensor, *others: Any) -> Tensor:
         seen.append(query.shape[2])
         return decode(self, query, *others)
 
     monkeypatch.setattr(dispatch, "attend", counting)
-    monkeypatch.setattr(AttentionPlan, "run", decoding)
+    monkeypatch.setattr(ReadyPlan, "run", decoding)
     return seen
 
 

@@ -53,6 +53,7 @@ from hf_longattn.cli.train import _standing
 from hf_longattn.evaluation.rows import Row, alone
 from hf_longattn.evaluation.tasks import NeedleTask
 from hf_longattn.evaluation.tasks.sample import IGNORE
+from hf_longattn.files import METRICS_FILE
 from hf_longattn.training import RECIPES, Recipe, dump, estimate, load_recipe, plan, prepare, reach, run
 from hf_longattn.training import data as data_module
 from hf_longattn.training.data import (
@@ -72,7 +73,7 @@ from hf_longattn.training.loss import CHUNK, CausalLoss, trained_by
 from hf_longattn.training.models import put_adapter
 from hf_longattn.training.preflight import Prepared
 from hf_longattn.training.recipe import Distill, Hub, Skip
-from hf_longattn.training.run_folder import METRICS_FILE, resumed_from
+from hf_longattn.training.run_folder import resumed_from
 from hf_longattn.training.trainer import RecipeTrainer, interruptible
 
 ROOT = Path(__file__).parents[2]

@@ -82,9 +82,9 @@ class BySegment:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        factor: float | Tensor | None = None,
-        sinks: Tensor | None = None,
-        keep: Keep | None = None,
+        factor: float | Tensor | None,
+        sinks: Tensor | None,
+        _keep: Keep | None,
     ) -> Tensor:
         calls, run, joined, wide = self.calls(query, key, value, factor), self.run, self.joined, self.runs_wide
         joins = len(calls) > 1 or sinks is not None

@@ -30,7 +30,6 @@ def _preferred(plan: AttentionPlan) -> bool:
 
 
 KERNEL = Kernel(
-    "few",
     prepare,
     lacks=frozenset({"dropout", "gradients"}),
     queries=FEW_QUERIES,

@@ -44,9 +44,9 @@ class FewOnCUDA:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        factor: float | Tensor | None = None,
-        sinks: Tensor | None = None,
-        keep: Keep | None = None,
+        factor: float | Tensor | None,
+        sinks: Tensor | None,
+        _keep: Keep | None,
     ) -> Tensor:
         shape, dtype, scaling, normed = query.shape[:3], query.dtype, self.spec.scaling, self.cosine is not None
         if not self.segments:  # nothing is visible

@@ -320,4 +320,4 @@ def _preferred(plan: AttentionPlan) -> bool:
     return sdpa.device(plan.query) == "cpu" and (plan.fold is None or not halves_are_fast(plan.value))
 
 
-KERNEL = Kernel("fused", prepare, lacks=frozenset({"softcap", "map"}), why_not=why_not, preferred=_preferred)
+KERNEL = Kernel(prepare, lacks=frozenset({"softcap", "map"}), why_not=why_not, preferred=_preferred)

@@ -99,7 +99,6 @@ class Kernel:
         preferred: whether "auto" takes it for a plan that it can compute, in `attend.KERNELS`' order; None: by name alone.
     """
 
-    name: str
     prepare: Callable[[AttentionPlan], Computation]
     lacks: frozenset[str] = frozenset()
     queries: int | None = None

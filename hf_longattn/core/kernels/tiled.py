@@ -33,7 +33,6 @@ _run = operators.attention(
 )
 
 KERNEL = Kernel(
-    "tiled",
     functools.partial(BySegment, run=run, wide=True, tempered=tempered, product=sdpa.run),
     preferred=lambda _: True,
 )

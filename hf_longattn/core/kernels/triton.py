@@ -413,7 +413,6 @@ def gradients(
 _run = operators.attention("triton", _forward, gradients)
 
 KERNEL = Kernel(
-    "triton",
     lambda plan: BySegment(plan, lambda call: run(call), product=sdpa.run),
     why_not=lambda plan: why_not_triton(plan.query),
     preferred=lambda plan: plan.query.device.type == "cuda",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ...config import LongAttnConfig
+from ...config import NO_METHOD
 from ...core.call import Call
 from ...integration.layers import Layer
 from ...integration.model_facts import num_layers
@@ -40,7 +40,7 @@ def copying_heads(model: nn.Module, input_ids: Tensor) -> Tensor:
     def seen(layer: Layer, call: Call, output: Tensor) -> None:
         total = torch.zeros(call.query.shape[1], dtype=torch.float64, device=call.query.device)
         after = expected.to(total.device)
-        for block in blocks(call.under(LongAttnConfig()), reading.to(total.device)):
+        for block in blocks(call.under(NO_METHOD), reading.to(total.device)):
             here, after = after[: len(block.which)], after[len(block.which) :]
             log_p = block.log_p.gather(-1, here[None, None, :, None].expand(1, len(total), -1, 1))
             total += log_p.exp().double().sum((0, 2, 3))

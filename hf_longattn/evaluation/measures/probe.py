@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...config import LongAttnConfig
-from ...integration.layer_methods import bound_config
+from ...integration.layer_methods import facts_for
+from ...integration.layers import View
 from ...integration.skip_masks import masks_of_jumps
 from ..rows import Row
 from ..statistics import mean_interval
@@ -113,5 +113,5 @@ def probe(model: Any, input_ids: Tensor, distances: Sequence[int]) -> Probe:
             losses = torch.nn.functional.cross_entropy(logits_of(model, hidden)[0], ids[0, BEFORE + 1 :], reduction="none")
             text[i, n] = losses[: AFTER - 1].mean()
             copies[i, n] = losses[AFTER - 1 + SKIP :].mean()
-    trained = bound_config(model, LongAttnConfig())[1].train_length
+    trained = facts_for(View(model)).train_length
     return Probe(tuple(distances), text, copies, trained)

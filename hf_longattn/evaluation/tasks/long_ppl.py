@@ -32,7 +32,7 @@ from .loss import by_length, differences
 GAP, CERTAIN = 2.0, 2.0
 
 
-def short_losses(model: Any, input_ids: Tensor, context: int = 4096, stride: int = 1024, start: int = 0) -> Tensor:
+def short_losses(model: Any, input_ids: Tensor, context: int, stride: int, start: int) -> Tensor:
     """The loss of every token given only tokens near it: at least context - stride of those before it, at most context.
 
     Args:
@@ -56,9 +56,9 @@ def short_losses(model: Any, input_ids: Tensor, context: int = 4096, stride: int
     return losses
 
 
-def key_tokens(long: Tensor, short: Tensor, gap: float = GAP, certain: float = CERTAIN) -> Tensor:
+def key_tokens(long: Tensor, short: Tensor) -> Tensor:
     """bool, like `long`: which tokens far context helps with, by their losses with and without it (nats)."""
-    return (short - long > gap) & (long < certain)
+    return (short - long > GAP) & (long < CERTAIN)
 
 
 def long_loss(losses: Tensor, keys: Tensor) -> float:

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ...checks import read_text
+from ...files import read_text
 from .ruler_kinds import Asked, Source
 
 ESSAYS, SQUAD, HOTPOTQA = FILES = ("PaulGrahamEssays.json", "squad.json", "hotpotqa.json")

@@ -105,10 +105,10 @@ def whole_sequence(layer_call: LayerCall, query: Tensor, key: Tensor, value: Ten
         raise NotImplementedError("no attention weights, and no windows of unknown size, of a sequence split over processes")
     here = rank_and_world(layer_call.module)
     assert here is not None
+    _, world = here
     if group is None:
         assert position_ids is not None
-        return compute(layer_call, query, key, value, rows_of(position_ids, window, here[1], layer_call.kept))
-    world = torch.distributed.get_world_size(group)
+        return compute(layer_call, query, key, value, rows_of(position_ids, window, world, layer_call.kept))
     if position_ids is None or query.shape[2] != key.shape[2]:
         raise ValueError("a sequence split over processes needs position_ids in every call, and use_cache=False")
     check_heads(query.shape[1], key.shape[1], world)
@@ -116,15 +116,15 @@ def whole_sequence(layer_call: LayerCall, query: Tensor, key: Tensor, value: Ten
         key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
     parts = [torch.empty_like(position_ids) for _ in range(world)]
     torch.distributed.all_gather(parts, position_ids.contiguous(), group=group)
-    query, key, value = (_swap(x, 1, 2, group) for x in (query, key, value))
-    out = compute(layer_call, query, key, value, rows_of(torch.cat(parts, -1), window, here[1], layer_call.kept))
-    return _swap(out, 1, 2, group)
+    query, key, value = (_exchanged(x, group) for x in (query, key, value))
+    out = compute(layer_call, query, key, value, rows_of(torch.cat(parts, -1), window, world, layer_call.kept))
+    return _exchanged(out, group)
 
 
-def _swap(x: Tensor, split: int, join: int, group: Any) -> Tensor:
-    """x with dimension `split` divided among the processes and their parts joined along `join`."""
-    parts = torch.stack(x.chunk(torch.distributed.get_world_size(group), split))
-    return torch.cat(all_to_all_single(torch.empty_like(parts), parts, group=group).unbind(), join)  # type: ignore[call-arg]
+def _exchanged(x: Tensor, group: Any) -> Tensor:
+    """x with dimension 1 divided among the processes, and their parts joined along dimension 2."""
+    parts = torch.stack(x.chunk(torch.distributed.get_world_size(group), 1))
+    return torch.cat(all_to_all_single(torch.empty_like(parts), parts, group=group).unbind(), 2)  # type: ignore[call-arg]
 
 
 def rows_of(position_ids: Tensor, window: int | None, world: int, kept: dict[Any, Any]) -> AttentionLayout:

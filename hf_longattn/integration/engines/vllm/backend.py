@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from ....config import LongAttnConfig
+from ....config import NO_METHOD
 from ....core.attend import attend
 from ....core.call import Call
 from ..paged import Batch, batches_of
@@ -29,7 +29,6 @@ from .served import ServedLayer
 #: vLLM looks a layer's backend up by name, and has this one for others' backends.
 BACKEND = "CUSTOM"
 #: Of layers in whose texts a method changes nothing.
-PLAIN = LongAttnConfig()
 
 
 class Metadata:
@@ -141,7 +140,7 @@ class Implementation(AttentionImpl[Metadata]):
         model |= {"learned": part.learned, "tables": part.tables}
         for batch, at in attn_metadata.batches(self.window, by_page := self.window is None):
             acts = attn_metadata.longest(batch) > part.config.identity_below
-            config, turned = (part.config, rotation) if acts else (PLAIN, None)
+            config, turned = (part.config, rotation) if acts else (NO_METHOD, None)
             gathered = _gathered(kv_cache, at, batch.keys.shape[1], by_page).to(query.dtype)
             key, value = gathered.split(self.head_size, -1)
             own = query[batch.queries].transpose(1, 2)

@@ -14,7 +14,7 @@ from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parall
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models import transformers as backends
 
-from ....config import LongAttnConfig
+from ....config import NO_METHOD, LongAttnConfig
 from ....core.tables import TableCache
 from ....slots.learned import learned_parts
 from ....slots.method import Heads
@@ -70,7 +70,7 @@ def attach(model: Any, methods: Mapping[str, tuple[LayerMethod, nn.Module | None
         if layer.name not in methods:
             continue
         method, parts = methods[layer.name]
-        config = LongAttnConfig() if method.config is None else method.config
+        config = NO_METHOD if method.config is None else method.config
         if parts is not None:
             device = device_of(layer.module, model)
             layer.module.longattn = copy.deepcopy(parts).to(torch.get_default_dtype()).to_empty(device=device)

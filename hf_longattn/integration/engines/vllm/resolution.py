@@ -15,10 +15,11 @@ from vllm.model_executor.models import transformers as backends
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from ....files import ADAPTER_FILE
 from ...names import TRIPWIRE
 from ...patch import Patch
 from ...patch import install as install_patches
-from ...saved_method import ADAPTER, computed, method_in, saved_in
+from ...saved_method import computed, method_in, saved_in
 from . import fold, served
 
 #: vLLM's name for its attention function.
@@ -108,7 +109,7 @@ class Checks(VerifyAndUpdateConfig):
 
 def _load_adapter(original: Callable[..., Any], self: Any, lora_request: Any) -> Any:
     """An adapter that was trained under another attention than is served would be wrong without a word."""
-    trained = method_in(saved_in(Path(lora_request.lora_path) / ADAPTER))
+    trained = method_in(saved_in(Path(lora_request.lora_path) / ADAPTER_FILE))
     config = self._adapter_manager.model.config
     runs = served.config_of(config) if served.is_served(config) else None
     if trained is not None and computed(trained) != computed(runs):
