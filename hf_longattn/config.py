@@ -53,8 +53,7 @@ class LongAttnConfig:
         backend: "auto", or one of `BACKENDS` to insist on it.
         train_length: the length that the model was trained at, in tokens, for all methods; by default read from its config.
             In a config that a model runs it is that number, and `trained` says where it is from.
-        extended_to: how long a text the model is to read under it, which all its configs then say (`extend`); None: what they
-            say without a method.
+        extended_to: the length in tokens that the model's configs announce meanwhile (`extend`); None: they keep their own.
         parts: in place of methods here, configs for different layers, or what `parse` takes. Each names its `layers`, and one
             that does not takes all others. The whole takes layers, backend and train_length from them.
 

@@ -39,14 +39,14 @@ def extend(
     """Make a model read texts of `to` tokens (32768 or "32k"), in place and without training; returns the model.
 
     The default keeps every distance below half the trained length exact and shows larger ones as that (ReRoPE): short texts
-    give the same logits as before, and far tokens stay visible. The trained length as `to`, with purpose="retrieval",
-    improves retrieval within it. Where many keys would dilute attention a temperature is added: LogN from one and a half
-    times the trained length on in models with QK-norm, InfoScale from four times on in others. Other methods and parameters
-    as in `apply`.
+    give the same logits as before, and far tokens stay visible. With `to` equal to the trained length and
+    purpose="retrieval", it improves retrieval within that length. Where many keys would dilute attention a temperature is
+    added: LogN from one and a half times the trained length on in models with QK-norm, InfoScale from four times on in
+    others. Other methods and parameters as in `apply`.
     A RoPE scaling that the model was trained with (Llama 3's, longrope, YaRN, linear) stays, and the remap works on top of
-    it; one that was added for inference is refused. All that says how long the model reads says `to`, so that harnesses and
-    servers do not cut texts: its configs, generation config and, where it is saved, its tokenizer. It says what it said before
-    once the method is taken out. Where a rotation depends on it (dynamic NTK, longrope without a factor), it stays.
+    it; one that was added for inference is refused. The model's configs, generation config and saved tokenizer then announce
+    `to`, so that harnesses and servers do not cut texts; `remove` puts the old numbers back. A config whose rotation depends
+    on that number (dynamic NTK, longrope without a factor) keeps it.
     Layers without rotation, and those with a sliding window shorter than the trained length, do not change. If no layer is
     left, a warning says so.
 

@@ -25,9 +25,9 @@ FILES = {"tokenizer_config.json": "model_max_length", "sentence_bert_config.json
 def announce(view: View, length: int | None) -> None:
     """Let a model's configs say that it reads `length` tokens, if they say less.
 
-    None: they say again what they did before, or what a scaling of the rotation reaches, where one was added after training.
-    Where a rotation depends on what they say (dynamic NTK, longrope without a factor), they go on saying it. Generation ends
-    there too, if it ended where a config said.
+    None puts back what they announced before, or where a scaling of the rotation was added after training, what that reaches.
+    A config whose rotation depends on its length (dynamic NTK, longrope without a factor) keeps it. Generation ends there too,
+    if it ended where a config said.
     """
     configs, generation = _configs(view), getattr(view.model, "generation_config", None)
     length = _scaled_to(configs[0]) if length is None else length

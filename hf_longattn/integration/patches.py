@@ -412,14 +412,14 @@ PATCHES = (
         _save_pretrained,
         "a tokenizer beside a longer model would go on cutting texts; of offloaded weights the error names no way out",
     ),
-    Patch(PreTrainedTokenizerBase, "save_pretrained", _save_pretrained, "the same, where it is saved after its model"),
+    Patch(PreTrainedTokenizerBase, "save_pretrained", _save_pretrained, "saved after its model, it would go on cutting texts"),
     Patch(
         Cache,
         "reorder_cache",
         carry_token_axes,
         "where pictures stand (M-RoPE) is kept beside a cache, and goes with its rows",
     ),
-    Patch(Cache, "batch_repeat_interleave", carry_token_axes, "the same"),
-    Patch(Cache, "batch_select_indices", carry_token_axes, "the same"),
+    Patch(Cache, "batch_repeat_interleave", carry_token_axes, "the positions of pictures are repeated with a cache's rows"),
+    Patch(Cache, "batch_select_indices", carry_token_axes, "the positions of pictures are selected with a cache's rows"),
     Patch("transformers.trainer:Trainer", "train", train, "it would continue from weights of another attention"),
 )

@@ -349,13 +349,13 @@ PATCHES = (
         "the head that PEFT trains beside would be added to the config that it was given, not to our copy",
     ),
     Patch(BaseTuner, "inject_adapter", _inject_adapter, "a new adapter would record no attention, a loaded one get none"),
-    Patch(PeftModel, "add_adapter", _add_adapter, "nor would prompts, which are not injected"),
+    Patch(PeftModel, "add_adapter", _add_adapter, "a new adapter of prompts, which are not injected, would record none"),
     Patch(PeftModel, "load_adapter", _load_adapter, "into an adapter that is there it loads weights of any attention"),
     Patch(
         PreTrainedModel,
         "load_adapter",
         _load_into_transformers,
-        "the same; and older releases drop an adapter's learned parameters with a log line",
+        "weights of any attention would go into an adapter; older releases drop its learned parameters with a log line",
     ),
     Patch(
         PeftModel,
@@ -372,10 +372,15 @@ PATCHES = (
         "PiSSA as plain LoRA would lose a method's learned parameters",
     ),
     Patch(PeftModel, "disable_adapter", _disable_adapter, "a base without its adapter runs its own attention"),
-    Patch(BaseTuner, "_enable_adapter_layers", _switch_adapter_layers, "the same where layers are switched, off and on"),
+    Patch(
+        BaseTuner,
+        "_enable_adapter_layers",
+        _switch_adapter_layers,
+        "the base runs its own attention too where layers are switched",
+    ),
     Patch(BaseTuner, "merge_and_unload", _unload, "what is merged while switched off would stay without the method"),
-    Patch(BaseTuner, "unload", _unload, "the same without merging"),
+    Patch(BaseTuner, "unload", _unload, "what is unloaded while switched off would stay without the method"),
     Patch(PeftAdapterMixin, "disable_adapters", _disable_adapters, "a base without its adapter runs its own attention"),
-    Patch(PeftAdapterMixin, "enable_adapters", _enable_adapters, "the same, back"),
+    Patch(PeftAdapterMixin, "enable_adapters", _enable_adapters, "with its adapters again, it runs their attention"),
 )
 install(*PATCHES)

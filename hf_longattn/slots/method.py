@@ -23,9 +23,14 @@ class ModelFacts:
     """Facts that a method may need to know about the model it is put into.
 
     Args:
-        train_length: the longest text of its training; trained: the source of that number, in words; assumed: what was taken
-            for granted where its settings allow another reading, else None.
+        train_length: the longest text of its training; None: its config names none.
+        trained: the source of that number, in words.
+        assumed: what was taken for granted where its settings allow another reading, in words; else None.
         rotation_is_own: it was trained with its rotation, including any scaling.
+        own_temperature: a factor on logits that the model has by itself (YaRN's, Llama 4's), in words; else None.
+        rope_type: of its rotary encoding, as Transformers names it; None: no rotary frequencies were found.
+        head_dim, value_dim: how wide a head's queries and keys are, and its values.
+        qk_norm: it normalises queries and keys.
     """
 
     num_layers: int

@@ -102,8 +102,8 @@ class Evaluation:
     final_lengths: list[int] = field(default_factory=list)  # for the metrics file; none: the same, and a long text (see far)
     tokens: int = 8192  # held-out tokens read per length (at least one window)
     samples: int = 50  # needle texts per length
-    # at the end, beside a probe: tokens of a long held-out text, up to the method's reach; 0: neither. none: 16384, or what
-    # can be read in a third of the training's time
+    # tokens of one long held-out text that is read at the end, beside a probe, up to the method's reach; 0: neither. none:
+    # 16384, or less, so that measuring takes at most a third of the training's time
     far: int | None = None
     compare: bool = True  # the metrics file holds the unadapted base, and base + YaRN, beside the trained model
 

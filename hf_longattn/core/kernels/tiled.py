@@ -16,7 +16,7 @@ from .tiles import TiledCall, dropout_seed
 
 
 def run(call: KernelCall) -> Result:
-    """Attention under a Toeplitz-affine logit map."""
+    """One segment, tile by tile."""
     half = halves_are_fast(call.value)  # but gradients take probabilities that nothing has rounded
     return _run(call._replace(seed=dropout_seed(call.dropout)), lambda own: TiledCall(own, half).attend())
 

@@ -124,7 +124,7 @@ def _load_adapter(original: Callable[..., Any], self: Any, lora_request: Any) ->
 PATCHES = (
     Patch(ModelConfig, "get_and_verify_max_len", _longest, "a scaling that a config's length includes would count twice"),
     Patch(type(ModelRegistry), "inspect_model_cls", _resolve, "a checkpoint of ours would be served without its method"),
-    Patch(type(ModelRegistry), "resolve_model_cls", _resolve, "the same, where the class is loaded"),
+    Patch(type(ModelRegistry), "resolve_model_cls", _resolve, "its class would be loaded without its method"),
     Patch(
         WorkerLoRAManager,
         "_load_adapter",
