@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +25,7 @@ from .preflight import check_setting
 from .report import figures
 from .report.page import Table
 from .rows import SEARCHED, Row, RowFile, versions_line
-from .search import LEAST_TRAINED, SEED, YARN, Search, by_head, plan_copies, tolerated
+from .search import LEAST_TRAINED, SEED, YARN, Search, edge_of, plan_copies, tolerated
 from .settings import UNMODIFIED, Setting
 from .verdict import signed
 
@@ -78,7 +77,7 @@ class MeasuredExtension:
 
     def check_room(self) -> None:
         """Raise ValueError for a trained length in which the passages that are repeated have no room."""
-        if self._edge < LEAST_TRAINED:
+        if edge_of(self.trained, self.to) < LEAST_TRAINED:
             raise ValueError(
                 f"it was trained at {self.trained:,} tokens, and to choose by measurement takes {LEAST_TRAINED:,} (twice that "
                 "where --to is the trained length): the five passages by which candidates are compared have no room in less. "
@@ -87,11 +86,7 @@ class MeasuredExtension:
 
     def check_copies(self) -> None:
         """Raise ValueError for a `to` up to which these passages have no room."""
-        plan_copies(self._edge, self.to)
-
-    @property
-    def _edge(self) -> int:
-        return self.trained if self.to > self.trained else self.trained // 2
+        plan_copies(edge_of(self.trained, self.to), self.to)
 
     def encode(self, text: str, name: str) -> Tensor:
         """The first `to` tokens of a text, (1, to); ValueError if it has fewer."""
@@ -111,17 +106,19 @@ class MeasuredExtension:
     ) -> Search:
         """The search over a text of `to` tokens, (1, to); see `Search`. Its rows say which command they are of."""
 
-        def heads(unmodified: Any) -> Setting:
-            leaky = next(s for name, s in search.settings.items() if name.startswith("leaky"))
-            found = by_head(unmodified, input_ids.to(unmodified.device), leaky, self.trained)
-            return dataclasses.replace(found, train_length=self.train_length)
-
-        about = {"command": command, "versions": versions_line(), "seed": SEED}
-        pays, plain = temperature(self.facts, self.to, self.purpose), self.facts.rope_type == "default"
-        measured = heads if self.trained >= 2048 and self.to > self.trained else None
-        search = Search(input_ids, self.trained, rows, load, self.purpose, tolerance, about, pays, plain, measured)
-        search.settings = {n: dataclasses.replace(s, train_length=self.train_length) for n, s in search.settings.items()}
-        return search
+        return Search(
+            input_ids,
+            self.trained,
+            rows,
+            load,
+            purpose=self.purpose,
+            tolerance=tolerance,
+            about={"command": command, "versions": versions_line(), "seed": SEED},
+            temperature=temperature(self.facts, self.to, self.purpose),
+            plain=self.facts.rope_type == "default",
+            heads=self.trained >= 2048 and self.to > self.trained,
+            train_length=self.train_length,
+        )
 
     def leave_out(self, search: Search) -> Iterator[str]:
         """Take out candidates that rotate in another way, where the model cannot, and say so of each."""

@@ -82,11 +82,9 @@ def tempered(name: str) -> bool:
     return "+" in name
 
 
-def by_head(model: nn.Module, input_ids: Tensor, leaky: Setting, train_length: int) -> Setting:
-    """A leaky_rerope that caps the far keys of heads that copy, as measured at the beginning of a text (1, length)."""
-    assert leaky.config is not None
-    method = calibrate(model, [input_ids[:, : min(train_length // 2, 4096)]], leaky.config)
-    return Setting(BY_HEAD, method.to_dict())
+def edge_of(trained: int, to: int) -> int:
+    """Return where "beyond" begins: at the trained length, or at half of it where `to` is no longer."""
+    return trained if to > trained else trained // 2
 
 
 @dataclass(frozen=True)
@@ -204,8 +202,9 @@ class Search:
         plain: whether the model's rotation is unscaled, so that YaRN is a candidate.
         rows: what is measured is kept here, row by row, and not measured again.
         load: from a setting to its model; of the unmodified one first, before any other.
-        measured: from the unmodified model to one more candidate, called BY_HEAD.
         tolerance: what a choice may cost within the trained length, in nats a token.
+        heads: whether a leaky_rerope that is measured, head by head, is one more candidate, called BY_HEAD.
+        train_length: the trained length that settings name; None: they read it from the model's config.
     """
 
     input_ids: Tensor
@@ -217,14 +216,16 @@ class Search:
     about: Mapping[str, Any] = field(default_factory=dict)
     temperature: str | None = None
     plain: bool = True
-    measured: Callable[[Any], Setting] | None = None
+    heads: bool = False
+    train_length: int | None = None
     settings: dict[str, Setting] = field(init=False)
     copies: list[Copy] = field(init=False)
     experiment: Experiment = field(init=False)
 
     def __post_init__(self) -> None:
         check_purpose(self.purpose)
-        self.settings = {s.name: s for s in candidates(self.trained, self.to, self.temperature, self.plain)}
+        found = candidates(self.trained, self.to, self.temperature, self.plain)
+        self.settings = {s.name: dataclasses.replace(s, train_length=self.train_length) for s in found}
         if (kept := self.rows.find(setting=BY_HEAD)) is not None:
             self.settings[BY_HEAD] = Setting(BY_HEAD, kept["what"]["method"])
         self.copies = plan_copies(self.edge, self.to)
@@ -236,8 +237,7 @@ class Search:
 
     @property
     def edge(self) -> int:
-        """Return where "beyond" begins: at the trained length, or at half of it."""
-        return self.trained if self.to > self.trained else self.trained // 2
+        return edge_of(self.trained, self.to)
 
     @property
     def distances(self) -> list[int]:
@@ -284,12 +284,19 @@ class Search:
             for n, row in found.items()
         }
 
+    def _by_head(self, model: nn.Module) -> Setting:
+        """A leaky_rerope that caps the far keys of heads that copy, as measured at the beginning of the text."""
+        leaky = next(s for name, s in self.settings.items() if name.startswith("leaky"))
+        assert leaky.config is not None
+        start = self.input_ids[:, : min(self.trained // 2, 4096)].to(model.device)
+        return Setting(BY_HEAD, calibrate(model, [start], leaky.config).to_dict(), train_length=self.train_length)
+
     def cells(self) -> Iterator[Cell]:
         """Yield the cells to probe and read; each depends on what earlier ones found."""
         plain = self.settings[UNMODIFIED]
         yield from (*self._probing(plain), self._reading(plain))
-        if self.measured is not None and BY_HEAD not in self.settings:
-            self.settings[BY_HEAD] = self.measured(self.experiment.load(plain))
+        if self.heads and BY_HEAD not in self.settings:
+            self.settings[BY_HEAD] = self._by_head(self.experiment.load(plain))
         for setting in list(self.settings.values()):
             if setting.name != UNMODIFIED and not tempered(setting.name):
                 yield from self._probing(setting)
