@@ -52,7 +52,7 @@ class LongAttnConfig:
             layers too), or a sequence of layer indices.
         backend: "auto", or one of `BACKENDS` to insist on it.
         train_length: the length that the model was trained at, in tokens, for all methods; by default read from its config.
-            In a config that a model runs it is that number, and `trained` says where it is from.
+            In a config that a model runs it is that number, and `train_length_source` says where it is from.
         extended_to: the length in tokens that the model's configs announce meanwhile (`extend`); None: they keep their own.
         parts: in place of methods here, configs for different layers, or what `parse` takes. Each names its `layers`, and one
             that does not takes all others. The whole takes layers, backend and train_length from them.
@@ -71,7 +71,7 @@ class LongAttnConfig:
     layers: str | tuple[int, ...] = "full_attention"
     backend: str = "auto"
     train_length: int | None = None
-    trained: str = field(default="", repr=False, compare=False)
+    train_length_source: str = field(default="", repr=False, compare=False)
     extended_to: int | None = field(default=None, repr=False, compare=False)  # nothing that is computed depends on it
     version: int = field(default=FORMAT_VERSION, repr=False)
     parts: tuple[LongAttnConfig, ...] = ()
@@ -119,7 +119,7 @@ class LongAttnConfig:
                 f"{'+'.join(others)!r} for all of them in every layer"
             )
         backends = {x.backend for x in self.parts}
-        lengths = [(x.train_length, x.trained) for x in self.parts if x.train_length]
+        lengths = [(x.train_length, x.train_length_source) for x in self.parts if x.train_length]
         if len({length for length, _ in lengths}) > 1:
             raise ValueError("train_length is one for the model, and the parts differ in it")
         if reads := {x.extended_to for x in (*self.parts, self)} - {None}:
@@ -127,7 +127,7 @@ class LongAttnConfig:
                 raise ValueError("extended_to is one for the model, and the parts differ in it")
             object.__setattr__(self, "extended_to", reads.pop())
             object.__setattr__(self, "parts", tuple(dataclasses.replace(x, extended_to=None) for x in self.parts))
-        length, trained = lengths[0] if lengths else (None, "")
+        length, source = lengths[0] if lengths else (None, "")
         of_them = {
             "layers": ("full_attention", "all" if others else tuple(sorted(named))),
             "backend": ("auto", backends.pop() if len(backends) == 1 else "auto"),
@@ -137,7 +137,7 @@ class LongAttnConfig:
             if (said := getattr(self, name)) not in (default, value):
                 raise ValueError(f"{name}={said!r} is said of a whole whose parts say {value!r}: leave it to them")
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "trained", trained)
+        object.__setattr__(self, "train_length_source", source)
 
     def _check_together(self) -> None:
         """ValueError: methods of one layer exclude each other."""
@@ -295,7 +295,11 @@ class LongAttnConfig:
             if (method := getattr(self, slot)) is not None:
                 out[slot] = method.to_dict()
         out |= {"layers": thaw(self.layers), "backend": self.backend}
-        out |= {} if self.train_length is None else {"train_length": self.train_length, "trained": self.trained}
+        out |= (
+            {}
+            if self.train_length is None
+            else {"train_length": self.train_length, "train_length_source": self.train_length_source}
+        )
         return out if self.extended_to is None else out | {"extended_to": self.extended_to}
 
     @classmethod
@@ -314,7 +318,7 @@ class LongAttnConfig:
             return self._with_parts(changes)
         by_slot: dict[str, dict[str, Any]] = {}  # parameters of one method are checked together
         if "train_length" in changes:
-            changes = {"trained": ""} | changes
+            changes = {"train_length_source": ""} | changes
             by_slot = {m.slot: {"train_length": changes["train_length"]} for m in self.methods if hasattr(m, "train_length")}
         self = dataclasses.replace(self, **{f.name: changes.pop(f.name) for f in fields(self) if f.name in changes})
         for key, value in changes.items():
@@ -357,7 +361,8 @@ class LongAttnConfig:
                 "attention_factor=1.0"
             )
         if self.uses_train_length:
-            bound |= {"train_length": facts.train_length, "trained": self.trained or facts.trained}
+            source = self.train_length_source or facts.train_length_source
+            bound |= {"train_length": facts.train_length, "train_length_source": source}
         return dataclasses.replace(self, **bound)._extended(self.extended_to)
 
     def _extended(self, length: int | None) -> LongAttnConfig:

@@ -79,13 +79,16 @@ def extend(
     if train_length is not None:
         parameters["train_length"] = length_of(train_length)
     elif replaced is not None and replaced.train_length is not None:  # as it was told or read when that method came
-        parameters["train_length"], known = replaced.train_length, replaced.trained
+        parameters["train_length"], known = replaced.train_length, replaced.train_length_source
     asked = None if method is None else LongAttnConfig.parse(meant_by(method, model), parameters)
     told = parameters.get("train_length") if asked is None else asked.train_length
     facts = facts_for(view, LongAttnConfig(train_length=told))
     config = _default(facts, length, purpose, parameters) if asked is None else asked
     if known and told == parameters.get("train_length"):
-        facts, config = dataclasses.replace(facts, trained=known), dataclasses.replace(config, trained=known)
+        facts, config = (
+            dataclasses.replace(facts, train_length_source=known),
+            dataclasses.replace(config, train_length_source=known),
+        )
     _check(view, config, facts, length)
     longer = dataclasses.replace(config, extended_to=length)
     if replaced is not None:
@@ -129,8 +132,8 @@ def _check(view: View, config: LongAttnConfig, facts: ModelFacts, length: int) -
     shortest = facts.train_length if changed else facts.train_length + 1
     if length < shortest:
         raise ValueError(
-            f"the model was trained at {facts.train_length} tokens ({facts.trained}) and reads {length} as it is: nothing to "
-            "extend. Pass train_length= if it was trained at another length"
+            f"the model was trained at {facts.train_length} tokens ({facts.train_length_source}) and reads {length} as it is: "
+            "nothing to extend. Pass train_length= if it was trained at another length"
         )
 
 

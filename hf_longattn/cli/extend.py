@@ -85,7 +85,7 @@ def extend(
     with refusing("MODEL"):
         plan = MeasuredExtension(model, length, purpose, given)
     with refusing("--to"):
-        say(f"Trained at {plan.trained:,} tokens: {plan.facts.trained}.")
+        say(f"Trained at {plan.trained:,} tokens: {plan.facts.train_length_source}.")
     if own := plan.own():
         say(own)
     with refusing("MODEL"):

@@ -74,7 +74,7 @@ class Call:
         return self.config.backend if self.backend == "auto" else self.backend
 
     @property
-    def cache(self) -> TableCache:
+    def table_cache(self) -> TableCache:
         """The cache in which its tables are kept."""
         return SHARED if self.tables is None else self.tables
 

@@ -29,7 +29,7 @@ def lower(call: Call) -> AttentionPlan:
     logits = LogitSpec(float(call.scaling), call.softcap)
     if (logit_map := config.logit_map) is not None:
         length = table_length(call.rows, call.kv_len)
-        gain, bias = distance_tables(logit_map, query.shape[1], length, query, call.cache, call.strength)
+        gain, bias = distance_tables(logit_map, query.shape[1], length, query, call.table_cache, call.strength)
         logits = LogitSpec(logits.scaling, call.softcap, gain, bias, sinks=logit_map.sink_tokens)
     made, score, temperature = segments(call), config.score, config.temperature
     by_length, temper = None, None
@@ -62,7 +62,7 @@ def lower(call: Call) -> AttentionPlan:
         readable=readable(query),
         keepable=keepable(query),
         asked=call.asked,
-        tables=call.cache,
+        tables=call.table_cache,
         method_id=call.method_id,
     )
 

@@ -105,4 +105,6 @@ def filled(asked: LongAttnConfig, own: LongAttnConfig | None) -> LongAttnConfig:
         return asked if asked.train_length or not own.train_length else asked.replace(train_length=own.train_length)
     free = ("train_length", *SLOTS) if asked.train_length is None else SLOTS
     kept = {key: getattr(own, key) for key in free if getattr(asked, key) is None}
-    return dataclasses.replace(asked, **kept, trained=own.trained if "train_length" in kept else asked.trained)
+    return dataclasses.replace(
+        asked, **kept, train_length_source=own.train_length_source if "train_length" in kept else asked.train_length_source
+    )

@@ -52,7 +52,9 @@ class MeasuredExtension:
         """The trained length, in tokens; ValueError where there is none, or it is beyond `to`."""
         trained = self.facts.train_length
         if trained is None or self.to < trained:
-            raise ValueError(f"the model was trained at {trained} tokens ({self.facts.trained}); nothing to extend")
+            raise ValueError(
+                f"the model was trained at {trained} tokens ({self.facts.train_length_source}); nothing to extend"
+            )
         return trained
 
     def own(self) -> str | None:

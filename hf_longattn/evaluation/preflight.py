@@ -46,9 +46,11 @@ def check_setting(setting: Setting, checkpoint: Checkpoint, head: bool = True) -
         known = method or own
         told = setting.train_length or (None if known is None else known.train_length)
         facts = facts_for(View(empty), LongAttnConfig(train_length=told))
-        if told is None or setting.train_length or known is None or not known.trained:
+        if told is None or setting.train_length or known is None or not known.train_length_source:
             return facts
-        return dataclasses.replace(facts, trained=known.trained)  # as it was told or read when that method came
+        return dataclasses.replace(
+            facts, train_length_source=known.train_length_source
+        )  # as it was told or read when that method came
     except (ValueError, RuntimeError, KeyError) as error:  # the latter two of PEFT: other shapes, no such kind of adapter
         raise ValueError(f"setting {setting.name!r}: {error}") from None
 

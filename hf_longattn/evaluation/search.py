@@ -284,7 +284,7 @@ class Search:
             for n, row in found.items()
         }
 
-    def _by_head(self, model: nn.Module) -> Setting:
+    def _by_head(self, model: Any) -> Setting:
         """A leaky_rerope that caps the far keys of heads that copy, as measured at the beginning of the text."""
         leaky = next(s for name, s in self.settings.items() if name.startswith("leaky"))
         assert leaky.config is not None

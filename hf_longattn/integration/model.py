@@ -75,7 +75,7 @@ def meant_by(method: Any, model: nn.Module) -> Any:
 
 def fits(method: LongAttnConfig, config: Any) -> bool:
     """Tell whether another model's method may run as it is: its trained length was given, is this one's, or it has none."""
-    return method.trained == GIVEN or method.train_length in (None, recorded(config, config.longattn).length)
+    return method.train_length_source == GIVEN or method.train_length in (None, recorded(config, config.longattn).length)
 
 
 def _changed(view: View) -> set[int]:

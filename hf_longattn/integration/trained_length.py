@@ -107,7 +107,7 @@ def _published_lengths(config: Any) -> dict[str, int]:
 def recorded(config: Any, section: Mapping[str, Any] | None) -> Trained:
     """The trained length that a longattn section keeps, with its reason; else what the config tells."""
     if section and section.get("train_length"):
-        return Trained(section["train_length"], section.get("trained") or GIVEN)
+        return Trained(section["train_length"], section.get("train_length_source") or GIVEN)
     return trained(config)
 
 

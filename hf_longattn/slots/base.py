@@ -56,8 +56,8 @@ def check_rotation(name: str, facts: ModelFacts, stack: bool) -> None:
     if not facts.rotation_is_own and not stack:
         raise ValueError(
             f"the model scales its rotary positions already (rope_type {facts.rope_type!r}) and {name} would do it again: its "
-            f"trained length is {facts.train_length} ({facts.trained}). Pass train_length= if it was trained with the "
-            "scaling, stack=True if you want both, or load the model with its default rope"
+            f"trained length is {facts.train_length} ({facts.train_length_source}). Pass train_length= if it was trained "
+            "with the scaling, stack=True if you want both, or load the model with its default rope"
         )
 
 

@@ -24,7 +24,7 @@ class ModelFacts:
 
     Args:
         train_length: the longest text of its training; None: its config names none.
-        trained: the source of that number, in words.
+        train_length_source: where that number is from, in words.
         assumed: what was taken for granted where its settings allow another reading, in words; else None.
         rotation_is_own: it was trained with its rotation, including any scaling.
         own_temperature: a factor on logits that the model has by itself (YaRN's, Llama 4's), in words; else None.
@@ -39,7 +39,7 @@ class ModelFacts:
     head_dim: int
     value_dim: int
     train_length: int | None
-    trained: str = ""
+    train_length_source: str = ""
     assumed: str | None = None
     rotation_is_own: bool = True
     own_temperature: str | None = None

@@ -32,7 +32,14 @@ RESERVED = (*STOCK, "longattn", UNMODIFIED)
 ROPES = {"yarn": (1, 1), "ntk": (1, 1), "linear": (1, 1), "prope": (1, 2), "nope": (0, 0), "cope": (0, 1)}
 #: The model that a method is tried on as it is registered.
 TRIAL = ModelFacts(
-    num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, value_dim=8, train_length=16, trained="a trial", rope_type="default"
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    value_dim=8,
+    train_length=16,
+    train_length_source="a trial",
+    rope_type="default",
 )
 
 #: Where each method is: its file here, and its class there.

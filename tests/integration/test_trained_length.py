@@ -76,7 +76,7 @@ def test_extend_takes_half_the_trained_length(name: str) -> None:
     else:
         config = hf_longattn.get_config(model)
         assert config.positions.window == length // 2
-        assert (config.train_length, config.trained) == (length, trained(_config(CHECKPOINTS[name])).reason)
+        assert (config.train_length, config.train_length_source) == (length, trained(_config(CHECKPOINTS[name])).reason)
 
 
 def settings(most: int, **rope: Any) -> Any:
@@ -163,7 +163,11 @@ def test_train_length_settles_what_the_settings_leave_open(rope: dict[str, Any],
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             config = hf_longattn.get_config(hf_longattn.extend(model, to=4 * told, train_length=told))
-        assert (config.positions.window, config.train_length, config.trained) == (told // 2, told, "given as train_length")
+        assert (config.positions.window, config.train_length, config.train_length_source) == (
+            told // 2,
+            told,
+            "given as train_length",
+        )
     if trained(settings(128, **rope)).assumed:
         with pytest.warns(UserWarning, match=r"taken for trained in.*rerope takes 128.*train_length="):
             hf_longattn.apply(AutoModelForCausalLM.from_config(settings(128, **rope)), "rerope")
