@@ -306,7 +306,8 @@ class LengthTemperature(Temperature):
 
     def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
         n = torch.tensor([1, 2, 3, 16, 17, 65536], dtype=torch.float64, device="cpu")
-        yield "formula", self.factor(n, facts.head_dim), n
+        trained = self.filled("train_length") if self.uses_train_length else 0
+        yield "formula", self.formula(n, facts.head_dim, trained), n
 
 
 class EntropyTemperature(Temperature, ABC):

@@ -128,6 +128,12 @@ def register(method: M) -> M:
 
 def _check(method: Any) -> None:
     """Raise ValueError for what is no method, and for one that would fail, or be wrong, in a model."""
+    what = _check_class(method)
+    _check_trial(method, what)
+
+
+def _check_class(method: Any) -> str:
+    """Return how messages call a method; ValueError for what is no method, has no name or slot of its own, or no dataclass."""
     if not (isinstance(method, type) and issubclass(method, Method)):
         raise ValueError(f"{method!r} is no method: a frozen dataclass on one of the classes of hf_longattn.slots.base")
     what = f"{method.__module__}.{method.__qualname__}"
@@ -155,6 +161,11 @@ def _check(method: Any) -> None:
             f"{what} is no dataclass, so {', '.join(lost)} would be no parameter: decorate it with "
             "@dataclass(frozen=True, kw_only=True), below @hf_longattn.register"
         )
+    return what
+
+
+def _check_trial(method: type[Method], what: str) -> None:
+    """Raise ValueError for a method that cannot be made, or whose functions fail on tiny tensors."""
     try:
         made = method()
         hash(made)
