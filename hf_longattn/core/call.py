@@ -27,7 +27,7 @@ class Call:
         rows: which keys each query sees, and how far away they are.
         scaling: the factor on q . k.
         softcap: the model's own cap on its score; it acts before every method but the score's.
-        learned: the trained parts of methods by slot; without it they are what they start as.
+        learned: the learned parts of methods by slot; without it they are what they start as.
         rotation: how query and key are rotated; needed where the config remaps rotary distances.
         sink_logits: (heads,), the model's learned sinks: exp(sink) is one more term in the denominator of every softmax,
             beside that of a method; no method acts on it.

@@ -23,7 +23,7 @@ from .rotated_keys import Keep
 from .tables import TableCache
 from .tracing import keepable
 
-#: The trained parts of methods by slot.
+#: The learned parts of methods by slot.
 Learned: TypeAlias = Mapping[str, nn.Module] | None
 #: (query, key, value, factor, sinks, keep) -> the weighted sum of values. factor multiplies the logits of each row: a number,
 #: or (batch or 1, heads or 1, q_len); None is 1. sinks: (heads,), the logarithm of one more term in each denominator, or None.
@@ -170,7 +170,7 @@ class AttentionPlan:
         sinks: from a query, the learned parts and the model's sink logits to the logarithm of what joins the denominators,
             (heads,), or None.
         finish: from the weighted sum of values and the learned parts to the output.
-        learned: the slots whose methods have trained parts.
+        learned: the slots whose methods have learned parts.
         model_sinks: whether the model has sink logits of its own.
         names: of methods by slot, for messages.
         rotation: how queries and keys are rotated already; None: nothing is turned.
@@ -277,7 +277,7 @@ class ReadyPlan:
         """The output of one layer, (batch, heads, q_len, head_dim) in the dtype of query.
 
         Args:
-            learned: the layer's trained parts of methods by slot.
+            learned: the layer's learned parts of methods by slot.
             sink_logits: (heads,), the model's learned sinks.
             keep: finds what was made of the layer's keys before (see `rotated_keys`); None: nothing is kept.
         """

@@ -11,7 +11,7 @@ from ..config import LongAttnConfig
 
 
 def learned_part(learned: Mapping[str, nn.Module] | None, slot: str, x: Tensor) -> Tensor:
-    """Apply the trained part of a slot to its number, if there is one."""
+    """Apply the learned part of a slot to its number, if there is one."""
     return learned[slot](x) if learned is not None and slot in learned else x  # type: ignore[no-any-return]
 
 

@@ -22,7 +22,7 @@ from .passes import hook_passes
 from .saved_method import by_number, refuse_kind
 from .shared import outermost, refuse_shared, track_model
 from .state import AttentionState, LayerMethod, is_settled, method_of, set_method
-from .verify import rotation_of, verify_rotations
+from .verify import rotary_of, verify_rotations
 
 
 def prepare(view: View, verify: bool = False) -> None:
@@ -168,7 +168,7 @@ def _layer_methods(
             "text alone, but with what an encoder made of another one. Take a temperature (infoscale, logn)"
         )
     types = dict.fromkeys(x.type for x in remapped)
-    rotary = {t: rotation_of(view, [x for x in remapped if x.type == t]) for t in types}
+    rotary = {t: rotary_of(view, [x for x in remapped if x.type == t]) for t in types}
     methods: dict[nn.Module, LayerMethod] = {}
     for layer in view.of_target:
         own = bound.for_layer(layer.index) if layer in chosen else None

@@ -32,7 +32,7 @@ TOKENS = 16
 NOT_ROTATED = "no rotary encoding"
 
 
-def rotation_of(view: View, layers: list[Layer]) -> RotarySource | None:
+def rotary_of(view: View, layers: list[Layer]) -> RotarySource | None:
     """The rotation of layers of one type: that of their methods if all have the same, which may be verified already, else a
     new one to verify.
     """
