@@ -53,7 +53,7 @@ class LongAttnConfig:
         backend: "auto", or one of `BACKENDS` to insist on it.
         train_length: the length that the model was trained at, in tokens, for all methods; by default read from its config.
             In a config that a model runs it is that number, and `train_length_source` says where it is from.
-        extended_to: the length in tokens that the model's configs announce meanwhile (`extend`); None: they keep their own.
+        extended_to: the length in tokens that a model's configs announce while it runs this (`extend`); None: their own.
         parts: in place of methods here, configs for different layers, or what `parse` takes. Each names its `layers`, and one
             that does not takes all others. The whole takes layers, backend and train_length from them.
 
@@ -295,11 +295,8 @@ class LongAttnConfig:
             if (method := getattr(self, slot)) is not None:
                 out[slot] = method.to_dict()
         out |= {"layers": thaw(self.layers), "backend": self.backend}
-        out |= (
-            {}
-            if self.train_length is None
-            else {"train_length": self.train_length, "train_length_source": self.train_length_source}
-        )
+        if self.train_length is not None:
+            out |= {"train_length": self.train_length, "train_length_source": self.train_length_source}
         return out if self.extended_to is None else out | {"extended_to": self.extended_to}
 
     @classmethod

@@ -248,7 +248,7 @@ def row_factor(by_length: Tensor | None, device: torch.device, dtype: torch.dtyp
 
 
 class ReadyPlan:
-    """A plan with its kernel: what each layer of a pass runs. Rows keep their plans, so it keeps none.
+    """A plan with its kernel: what each layer of a pass runs. It keeps no rows, which keep it.
 
     Args:
         kernel: the name of the kernel.
