@@ -105,6 +105,5 @@ def filled(asked: LongAttnConfig, own: LongAttnConfig | None) -> LongAttnConfig:
         return asked if asked.train_length or not own.train_length else asked.replace(train_length=own.train_length)
     free = ("train_length", *SLOTS) if asked.train_length is None else SLOTS
     kept = {key: getattr(own, key) for key in free if getattr(asked, key) is None}
-    return dataclasses.replace(
-        asked, **kept, train_length_source=own.train_length_source if "train_length" in kept else asked.train_length_source
-    )
+    known = own if "train_length" in kept else asked
+    return dataclasses.replace(asked, **kept, train_length_source=known.train_length_source)

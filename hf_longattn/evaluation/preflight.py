@@ -48,9 +48,8 @@ def check_setting(setting: Setting, checkpoint: Checkpoint, head: bool = True) -
         facts = facts_for(View(empty), LongAttnConfig(train_length=told))
         if told is None or setting.train_length or known is None or not known.train_length_source:
             return facts
-        return dataclasses.replace(
-            facts, train_length_source=known.train_length_source
-        )  # as it was told or read when that method came
+        # as it was told or read when that method came
+        return dataclasses.replace(facts, train_length_source=known.train_length_source)
     except (ValueError, RuntimeError, KeyError) as error:  # the latter two of PEFT: other shapes, no such kind of adapter
         raise ValueError(f"setting {setting.name!r}: {error}") from None
 
