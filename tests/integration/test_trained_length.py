@@ -173,6 +173,15 @@ def test_train_length_settles_what_the_settings_leave_open(rope: dict[str, Any],
             hf_longattn.apply(AutoModelForCausalLM.from_config(settings(128, **rope)), "rerope")
 
 
+def test_a_formula_without_the_trained_length_neither_asks_for_it_nor_keeps_it() -> None:
+    model = AutoModelForCausalLM.from_config(settings(128, rope_type="linear", factor=4.0))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="taken for trained in")
+        warnings.filterwarnings("ignore", message="log_length|logn")
+        hf_longattn.apply(model, "log_length")
+    assert hf_longattn.get_config(model).train_length is None
+
+
 @pytest.mark.slow
 def test_train_length_is_for_every_method_and_every_way(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(settings(512)).save_pretrained(tmp_path / "plain")

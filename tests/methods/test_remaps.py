@@ -58,6 +58,16 @@ def rotation(interleaved: bool = False, pairs: int = 3, first: int = 0) -> Rotat
 raw = functools.partial(inputs, q=23, k=23, d=8, seed=3)
 
 
+@pytest.mark.parametrize(
+    ("name", "parameter"),
+    [("rerope", "window"), ("dual_chunk", "chunk"), ("string_remap", "shift"), ("yarn_beyond", "train_length")],
+)
+def test_a_length_that_no_model_filled_in_is_named(name: str, parameter: str) -> None:
+    query, key, value = raw()
+    with pytest.raises(ValueError, match=f"{name} needs {parameter}: give it, or put the method into a model"):
+        reference_attention(query, key, value, LongAttnConfig.preset(name), rotation=rotation())
+
+
 def complex_pairs(x: Tensor, r: Rotation) -> tuple[Tensor, Tensor]:
     """The rotated pairs of features as complex numbers, and the rest."""
     n = len(r.inv_freq)
