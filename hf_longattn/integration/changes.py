@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -20,6 +21,9 @@ from .rope import build, exchange
 from .shared import own_configs, refuse_shared, untrack_model
 from .state import Disabled, set_method, state_of
 from .trained_length import window_hides
+
+#: The managers of continuous batching that are alive, by their model.
+_MANAGERS: WeakKeyDictionary[nn.Module, WeakSet[Any]] = WeakKeyDictionary()
 
 
 def snapshot(view: View) -> Callable[..., None]:
@@ -103,6 +107,20 @@ def transaction(model: nn.Module, waits: bool = False) -> Iterator[View]:
             raise
 
 
+def note_batching(model: nn.Module, manager: Any) -> None:
+    """Note a manager of continuous batching, beside which, while it runs, the model's method is not changed."""
+    _MANAGERS.setdefault(model, WeakSet()).add(manager)
+
+
+def refuse_while_batching(model: nn.Module) -> None:
+    """RuntimeError: continuous batching of the model runs, with masks and pages of the attention that it was started under."""
+    if any(manager.is_running() for manager in _MANAGERS.get(model, ())):
+        raise RuntimeError(
+            f"continuous batching of this {type(model).__name__} runs, under the attention that it was started with: stop its "
+            "manager (manager.stop(), or leave its context), and change the method then"
+        )
+
+
 def release(view: View) -> None:
     """Drop the `LayerMethod` of modules that run none any more, and with the last one all guards."""
     state = view.state
@@ -152,6 +170,7 @@ def disable(model: nn.Module, rope_parameters: dict[str, Any] | None = None) -> 
         base, state, running = view.model, view.state, without_method(view)
         if state is None or state.disabled is not None or not running:
             return
+        refuse_while_batching(base)
         tables = None if rope_parameters is None else exchange(base, build(base, rope_parameters))
         longer = next((x.extended_to for c, _ in running if isinstance(x := raw_section(c), LongAttnConfig)), None)
         state.disabled = Disabled([(c, get_implementation(c)) for c, _ in running], tables, longer)

@@ -17,7 +17,7 @@ from torch import nn
 from ..config import NO_METHOD, LongAttnConfig, written
 from ..slots.learned import LearnedParts, container_of
 from ..user_warnings import warn
-from .changes import release, transaction, without_method
+from .changes import refuse_while_batching, release, transaction, without_method
 from .config_records import NameOf, before, raw_section
 from .internals import get_implementation, set_implementation
 from .layer_methods import put, settle
@@ -28,7 +28,7 @@ from .model_facts import own_temperature
 from .names import is_longattn_name, name_for
 from .offload import is_empty
 from .parameters import attach
-from .saved_method import method_in, record_in_adapters
+from .saved_method import mark_unsaved, method_in, record_in_adapters
 from .state import LayerMethod, is_settled, method_of, set_method
 from .trained_length import GIVEN, Trained, published, recorded
 
@@ -121,18 +121,26 @@ def _warn_of_less(known: LongAttnConfig, now: LongAttnConfig, says: int) -> None
     )
 
 
+def _unwrapped(view: View) -> list[LearnedParts]:
+    """The learned parts of a model that no adapter saves."""
+    return [part for x in view.layers if isinstance(part := container_of(x.module), LearnedParts)]
+
+
 @contextmanager
 def change(model: nn.Module, waits: bool = False) -> Iterator[View]:
     """A transaction, after which adapters know what the model runs, and the user what harms untrained weights."""
     with transaction(model, waits) as view:
-        known = view.running
+        known, had = view.running, _unwrapped(view)
         yield view
+        if view.running != known:
+            refuse_while_batching(view.model)
         announce_running(view)
         record_in_adapters(view, view.running)
-        if view.adapters and any(isinstance(container_of(x.module), LearnedParts) for x in view.layers):
+        now = _unwrapped(view)
+        if mark_unsaved(view, bool(now), any(all(x is not y for y in had) for x in now)):
             warn(
-                "the method's learned parameters came after the adapter, which will not save them: apply the method first, "
-                "then make the adapter",
+                "the method's learned parameters came after the adapter, which cannot save them: apply the method first, "
+                "then make the adapter (LoRA or IA3; prompts save none)",
             )
         warn_untrained(view, view.running, known)
         release(view)

@@ -108,6 +108,18 @@ _REFUSED_KINDS = {
 }
 
 
+def mark_unsaved(view: View, some: bool, new: bool) -> bool:
+    """Note in a model's adapters whether learned parts came after them, which they cannot save; returns whether they did now.
+
+    Args:
+        some, new: whether the model has such parts, and whether they have just come.
+    """
+    for adapter in view.adapters:
+        if new or not some:
+            vars(adapter)["longattn_unsaved"] = new
+    return new and bool(view.adapters)
+
+
 def refuse_kind(adapter: Any, method: LongAttnConfig) -> None:
     """Raise ValueError for an adapter that no method goes with, or that copies layers that a method tells apart by number."""
     if (why := _REFUSED_KINDS.get(adapter.peft_type)) is not None:

@@ -7,6 +7,7 @@ adapter, of any kind, records what the adapter's model runs (`integration.saved_
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -52,6 +53,12 @@ HEADS = {peft.PeftModelForTokenClassification: ("classifier", "score"), peft.Pef
 
 
 def _save_config(original: Any, self: PeftConfigMixin, save_directory: str, **kwargs: Any) -> None:
+    if vars(self).get("longattn_unsaved") and (method := method_in(vars(self))) is not None:
+        raise ValueError(
+            f"the learned parameters of {method.name} came after this adapter and are not in it, so that what is saved "
+            "could not be loaded: save the whole model (merge_and_unload, then hf_longattn.save), or make the adapter after "
+            "the method"
+        )
     original(self, save_directory, **kwargs)
     if vars(self).get("longattn"):
         path = Path(save_directory) / ADAPTER_FILE
@@ -316,7 +323,34 @@ def _switch_adapter_layers(original: Any, self: BaseTuner, enabled: bool = True)
     original(self, enabled)
 
 
+def _refuse_other(model: nn.Module, names: Collection[str] | None, active: Collection[str]) -> None:
+    """NotImplementedError: adapters are merged by name, and PEFT would take the learned parameters of the active one."""
+    wrapped = any(isinstance(container_of(module), ModulesToSaveWrapper) for module in model.modules())
+    if names is not None and wrapped and {*names} != {*active}:
+        raise NotImplementedError(
+            f"adapter_names={[*names]}: the learned parameters of the method would be those of {', '.join(active)}. Make that "
+            "adapter the active one first, model.set_adapter(...)"
+        )
+
+
+def _merge_adapter(original: Any, self: BaseTuner, adapter_names: Any = None, safe_merge: bool = False) -> None:
+    _refuse_other(self.model, adapter_names, self.active_adapters)
+    original(self, adapter_names, safe_merge)
+
+
+def _add_weighted_adapter(original: Any, self: LoraModel, *args: Any, **kwargs: Any) -> None:
+    base = pretrained_in(self.model)
+    if base is not None and any(isinstance(container_of(module), ModulesToSaveWrapper) for module in base.modules()):
+        raise NotImplementedError(
+            f"a weighted sum of adapters leaves out the learned parameters of {get_implementation(base.config)}: use one of "
+            "the adapters, or sum adapters of a method without learned parameters"
+        )
+    original(self, *args, **kwargs)
+
+
 def _unload(original: Any, self: BaseTuner, *args: Any, **kwargs: Any) -> Any:
+    names = inspect.signature(original).bind(self, *args, **kwargs).arguments.get("adapter_names")
+    _refuse_other(self.model, names, self.active_adapters)
     _on(self.model)
     model = original(self, *args, **kwargs)
     for module in model.modules():
@@ -380,6 +414,10 @@ PATCHES = (
     ),
     Patch(BaseTuner, "merge_and_unload", _unload, "what is merged while switched off would stay without the method"),
     Patch(BaseTuner, "unload", _unload, "what is unloaded while switched off would stay without the method"),
+    Patch(BaseTuner, "merge_adapter", _merge_adapter, "adapters merged by name would get the active one's learned parameters"),
+    Patch(
+        LoraModel, "add_weighted_adapter", _add_weighted_adapter, "a sum of adapters would lose a method's learned parameters"
+    ),
     Patch(PeftAdapterMixin, "disable_adapters", _disable_adapters, "a base without its adapter runs its own attention"),
     Patch(PeftAdapterMixin, "enable_adapters", _enable_adapters, "with its adapters again, it runs their attention"),
 )

@@ -19,7 +19,7 @@ from transformers import AutoConfig
 
 from ..checks import UNFINISHED
 from ..config import PREFIX, LongAttnConfig, written
-from ..files import ADAPTER_FILE
+from ..files import ADAPTER_FILE, read_text
 from ..integration.classes import loaders, task
 from ..integration.internals import adapter_classes
 from ..integration.names import TRIPWIRE
@@ -90,7 +90,12 @@ class Facts:
 
     @staticmethod
     def _sorted(source: Any) -> dict[str, dict[int, float]]:
-        data: Any = json.loads(Path(source).read_text(encoding="utf-8")) if isinstance(source, str | Path) else source or {}
+        data: Any = source or {}
+        if isinstance(source, str | Path):
+            try:
+                data = json.loads(read_text(Path(source)))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{source} is no JSON: {error}") from None
         try:
             out = {str(metric): {int(n): float(x) for n, x in by_length.items()} for metric, by_length in data.items()}
         except (AttributeError, TypeError, ValueError):

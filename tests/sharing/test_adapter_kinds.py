@@ -621,6 +621,22 @@ def test_weighted_and_mixed(bases: dict[str, Path], tmp_path: Path) -> None:
     close(logits(plain.merge_and_unload()), logits(plain), 1e-5)
 
 
+def test_learned_parameters_of_one_adapter_are_not_merged_with_the_weights_of_another(bases: dict[str, Path]) -> None:
+    for method in (REROPE, LEARNED):
+        m = disturbed(with_second(adapted(bases["llama"], "LORA", method), "LORA"), 6).eval()
+        m.set_adapter("second")
+        want = logits(m)
+        m.set_adapter("default")
+        if method is LEARNED:
+            for merge in (m.merge_and_unload, m.merge_adapter):
+                with pytest.raises(NotImplementedError, match=r"learned parameters .* those of default.*set_adapter"):
+                    merge(adapter_names=["second"])
+            with pytest.raises(NotImplementedError, match=r"weighted sum .* leaves out the learned parameters of logn"):
+                m.add_weighted_adapter(["default"], [1.0], "sum")
+            m.set_adapter("second")
+        close(logits(m.merge_and_unload(adapter_names=["second"])), want, 1e-5)
+
+
 @pytest.mark.slow
 @torch.no_grad()
 def test_rows_of_several_adapters(bases: dict[str, Path]) -> None:

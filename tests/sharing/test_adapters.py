@@ -427,6 +427,8 @@ def test_adapters_follow_the_method(bases: dict[str, Path], tmp_path: Path) -> N
     assert LongAttnConfig.parse(m.peft_config["default"].longattn).logit_map.tau == 40.0
     with pytest.warns(UserWarning, match="learned parameters came after the adapter"):
         hf_longattn.apply(m, METHODS["learned"])
+    with pytest.raises(ValueError, match=r"came after this adapter and are not in it.*merge_and_unload"):
+        m.save_pretrained(tmp_path / "unsaved")
     with pytest.warns(UserWarning, match="dropping"):
         hf_longattn.remove(disturbed(m, only=".longattn."))
     m.save_pretrained(tmp_path / "removed")  # a plain adapter

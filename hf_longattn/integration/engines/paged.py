@@ -19,8 +19,10 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 
 from ...core.geometry import AttentionLayout, RowBounds
 from ..caches import PAGES
+from ..changes import note_batching
 from ..forward_context import LayerCall
 from ..internals import get_implementation
+from ..model import running
 from ..names import is_longattn_name
 from ..patch import Patch
 
@@ -141,10 +143,15 @@ def _batching_manager(
                 "hf_longattn reads the lengths of requests, which CUDA graphs forbid: use_cuda_graph=False"
             )
         continuous_batching_config = dataclasses.replace(continuous_batching_config, use_cuda_graph=False)
+    note_batching(model, self)
     original(self, model, generation_config, continuous_batching_config, *args, **kwargs)
 
 
 def _switch_to_cb_friendly_attn(original: Callable[..., None], self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    """Called as a manager is made, and as one that was kept is used again."""
+    runs = running(model)
+    if vars(self).setdefault("longattn", runs) != runs:  # its pages and its masks are those of another attention
+        self.batch_processor, self.warmed_up, self.longattn = None, False, runs
     if not is_longattn_name(get_implementation(model.config)):
         original(self, model, *args, **kwargs)
 

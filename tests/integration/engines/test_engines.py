@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, DEFAULT, FAMILIES, WINDOW
-from helpers import TOLERANCE, crossed, fresh, tokens
+from helpers import TOLERANCE, crossed, fresh, stock, tokens
 from tiny_configs import families, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
@@ -52,7 +52,12 @@ def recorded(m: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> tuple[list[
 
 @torch.no_grad()
 def check_batching(
-    m: PreTrainedModel, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, new: int = 5, **config: Any
+    m: PreTrainedModel,
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    new: int = 5,
+    kept: bool = False,
+    **config: Any,
 ) -> Counter[str]:
     """Generate by continuous batching; every hidden state must be that of one plain forward pass. Counts what happened."""
     from transformers import ContinuousBatchingConfig
@@ -65,6 +70,7 @@ def check_batching(
         generation_config=generation,
         continuous_batching_config=ContinuousBatchingConfig(**settings),
         progress_bar=False,
+        persistent_manager=kept,
     )
     hook.remove()
     assert len(answers) == len(prompts)
@@ -119,6 +125,36 @@ def test_batched_requests_share_a_prefix(sharing: bool, monkeypatch: pytest.Monk
     counts = check_batching(m, texts, monkeypatch, max_batch_tokens=20, allow_block_sharing=sharing)
     whole = sum(len(t) + 4 for t in texts)
     assert counts["tokens"] < whole - 16 if sharing else counts["tokens"] == whole
+
+
+@pytest.mark.slow
+@batching
+@pytest.mark.parametrize(("first", "then"), [(None, "rerope"), ("rerope", None), ("rerope", "alibi")])
+def test_a_kept_manager_computes_under_the_method_of_now(
+    first: str | None, then: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps pages, in which the same prompts would be found again, and decided once whether it makes masks."""
+    m = stock("llama") if first is None else fresh("llama", CASES[first])
+    check_batching(m, prompts(5, 18, 20), monkeypatch, kept=True)
+    hf_longattn.remove(m) if then is None else hf_longattn.apply(m, CASES[then])
+    counts = check_batching(m, prompts(5, 18, 20), monkeypatch, kept=True)
+    assert counts["tokens"] == 5 + 18 + 20 + 3 * 4
+    m.destroy_cached_continuous_batching_manager()
+
+
+@batching
+def test_a_change_while_requests_are_batched_is_refused() -> None:
+    from transformers import ContinuousBatchingConfig
+
+    m = fresh("llama", CASES["rerope"])
+    generation = GenerationConfig(max_new_tokens=2, **GREEDY)
+    config = ContinuousBatchingConfig(page_size=4, num_blocks=16, max_batch_tokens=16)
+    with m.continuous_batching_context_manager(generation_config=generation, continuous_batching_config=config):
+        for change in (hf_longattn.remove, lambda m: hf_longattn.apply(m, "alibi")):
+            with pytest.raises(RuntimeError, match=r"continuous batching of this LlamaForCausalLM runs.*stop its manager"):
+                change(m)
+        assert hf_longattn.get_config(m).name == "rerope"
+    hf_longattn.remove(m)
 
 
 @pytest.mark.slow
