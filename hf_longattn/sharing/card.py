@@ -156,19 +156,7 @@ def model_card(
         pipeline_tag=kind,
         model_name=title,
         tags=["hf_longattn", "long-context", *(m.name for m in config.methods), *more],
-        eval_results=[
-            EvalResult(
-                task_type=kind or "text-generation",
-                dataset_type=str(facts.evaluated_on),
-                dataset_name=str(facts.evaluated_on),
-                metric_type=metric,
-                metric_name=f"{metric} at {length} tokens",
-                metric_value=value,
-            )
-            for metric, by_length in facts.numbers.items()
-            for length, value in by_length.items()
-        ]
-        or None,
+        eval_results=_eval_results(facts, kind or "text-generation") or None,
     )
     install, address = source()
     columns = {}
@@ -204,6 +192,22 @@ def model_card(
         modules=modules_of(config.methods),
         papers=dict.fromkeys(linked(m.paper) for m in config.methods),
     )
+
+
+def _eval_results(facts: Facts, task_type: str) -> list[EvalResult]:
+    """Every number of a card as the Hub reads it."""
+    return [
+        EvalResult(
+            task_type=task_type,
+            dataset_type=str(facts.evaluated_on),
+            dataset_name=str(facts.evaluated_on),
+            metric_type=metric,
+            metric_name=f"{metric} at {length} tokens",
+            metric_value=value,
+        )
+        for metric, by_length in facts.numbers.items()
+        for length, value in by_length.items()
+    ]
 
 
 def _loaders(saved: Mapping[str, Any], adapter: bool) -> tuple[str, str | None]:
