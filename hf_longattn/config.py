@@ -38,6 +38,8 @@ FORMAT_VERSION = 1
 CUSTOM = "longattn"
 #: Before the name in a checkpoint, which so says which package it needs.
 PREFIX = "hf_longattn."
+#: Before the class names in a strict checkpoint's config, which every other engine dispatches on and then refuses.
+TRIPWIRE = "LongAttn"
 NO_PARTS = "each part is a config with a method and without parts; layers in no part stay as they are"
 
 

@@ -13,9 +13,8 @@ import torch
 from packaging.requirements import Requirement
 
 from .._version import __version__
-from ..config import LongAttnConfig
+from ..config import TRIPWIRE, LongAttnConfig
 from ..core.kernels.precision import auto_dtype
-from ..integration.names import TRIPWIRE
 
 #: Engines that build a model by its architecture's name, from code of their own, and read nothing of a method.
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llama_cpp": "llama.cpp", "ctranslate2": "CTranslate2", "mlx_lm": "MLX"}

@@ -7,8 +7,8 @@ from typing import Any
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ..config import TRIPWIRE
 from .internals import auto_classes, classes_for, names_by_type
-from .names import TRIPWIRE
 
 #: Auto classes that come first where several load a class, since their name says most of it.
 FIRST = ("AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM")

@@ -19,8 +19,6 @@ from .internals import get_implementation
 
 #: What vLLM makes of the name of ours in a config, where it builds the model.
 SERVED = ("vllm", "vllm_mla")
-#: Before the class names in a strict checkpoint's config, which every other engine dispatches on and then refuses.
-TRIPWIRE = "LongAttn"
 #: The attention and the mask function that transformers gets under all names.
 _FUNCTIONS: list[Callable[..., Any]] = []
 

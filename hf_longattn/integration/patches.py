@@ -14,7 +14,7 @@ from typing import Any
 from torch.compiler import is_dynamo_compiling
 from transformers import Cache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..config import CUSTOM, NO_METHOD, PREFIX, LongAttnConfig, is_whole, read_name
+from ..config import CUSTOM, NO_METHOD, PREFIX, TRIPWIRE, LongAttnConfig, is_whole, read_name
 from ..slots.registry import STOCK, method_class, parameters_of
 from ..user_warnings import warn
 from .changes import remember
@@ -25,7 +25,7 @@ from .layers import View, language_config
 from .masks import own_implementation
 from .max_length import announce_beside, announce_running
 from .model import apply, change, fits, say_what_runs, warn_of_lost_softcap, warn_untrained
-from .names import SERVED, TRIPWIRE, hint, is_longattn_name, methods_in, name_for, ours_in, register_combination, short
+from .names import SERVED, hint, is_longattn_name, methods_in, name_for, ours_in, register_combination, short
 from .offload import keep_learned, refuse_to_save
 from .parameters import initialise
 from .patch import Patch

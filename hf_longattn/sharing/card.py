@@ -18,11 +18,10 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from ..checks import UNFINISHED
-from ..config import PREFIX, LongAttnConfig, written
+from ..config import PREFIX, TRIPWIRE, LongAttnConfig, written
 from ..files import ADAPTER_FILE, read_text
 from ..integration.classes import loaders, task
 from ..integration.internals import adapter_classes
-from ..integration.names import TRIPWIRE
 from ..integration.saved_method import method_in, saved_in, type_of
 from ..integration.trained_length import recorded
 from ..slots.registry import modules_of

@@ -16,13 +16,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..checks import Refused
+from ..config import TRIPWIRE
 from ..evaluation.checkpoints import Checkpoint, carry, load_tokenizer
 from ..evaluation.loading import load_setting
 from ..evaluation.settings import Setting
 from ..files import ADAPTER_FILE, METRICS_FILE, RECIPE_FILE, written_aside
 from ..integration import describe, get_config
 from ..integration.classes import loaders
-from ..integration.names import TRIPWIRE
 from ..integration.offload import refuse_to_save
 from ..integration.saved_method import saved_in
 from ..slots.registry import did_you_mean

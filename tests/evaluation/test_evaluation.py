@@ -869,7 +869,8 @@ def test_long_ppl_is_the_loss_on_the_evaluators_key_tokens(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     # a random model is never sure, and never helped by more than a little
-    monkeypatch.setattr(long_ppl.key_tokens, "__defaults__", (0.02, 4.0))
+    monkeypatch.setattr(long_ppl, "GAP", 0.02)
+    monkeypatch.setattr(long_ppl, "CERTAIN", 4.0)
     this = runner(folder, model, lengths=[128, 512], tasks=["long_ppl"], near=128, evaluator="@yarn:2")
     store = this.open(tmp_path / "out")
     order = []

@@ -37,4 +37,4 @@ def test_key_tokens_are_those_that_far_context_helps_with() -> None:
 
 def test_a_stride_must_fit_its_window() -> None:
     with pytest.raises(ValueError, match=r"stride must lie in \[1, 3\], got 5"):
-        short_losses(None, tokens(), 4, 5)
+        short_losses(None, tokens(), 4, 5, 0)

@@ -215,7 +215,7 @@ def test_a_section_saved_before_this_keeps_its_numbers(tmp_path: Path) -> None:
         tmp_path
     )
     saved = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
-    del saved["longattn"]["train_length"], saved["longattn"]["trained"]
+    del saved["longattn"]["train_length"], saved["longattn"]["train_length_source"]
     (tmp_path / "config.json").write_text(json.dumps(saved), encoding="utf-8")
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     config = hf_longattn.get_config(again)

@@ -14,12 +14,11 @@ from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parall
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models import transformers as backends
 
-from ....config import NO_METHOD, LongAttnConfig
+from ....config import NO_METHOD, TRIPWIRE, LongAttnConfig
 from ....core.tables import TableCache
 from ....slots.learned import learned_parts
 from ....slots.method import Heads
 from ...layers import layers_of
-from ...names import TRIPWIRE
 from ...offload import device_of
 from ...rotation import RotarySource, find_rotary
 from ...state import TABLE_BYTES, LayerMethod

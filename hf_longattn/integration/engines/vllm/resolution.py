@@ -15,8 +15,8 @@ from vllm.model_executor.models import transformers as backends
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from ....config import TRIPWIRE
 from ....files import ADAPTER_FILE
-from ...names import TRIPWIRE
 from ...patch import Patch
 from ...patch import install as install_patches
 from ...saved_method import computed, method_in, saved_in
