@@ -107,7 +107,6 @@ class MeasuredExtension:
         self, input_ids: Tensor, rows: RowFile, load: Callable[[Setting], Any], tolerance: float, command: str
     ) -> Search:
         """The search over a text of `to` tokens, (1, to); see `Search`. Its rows say which command they are of."""
-
         return Search(
             input_ids,
             self.trained,

@@ -34,7 +34,6 @@ _PICTURES_IN_PARTS = (
     "a remap of rotary distances cannot read pictures in a model with M-RoPE under continuous batching, nor in a sequence "
     "that is split over processes: call generate() in one process, or take a method without a remap"
 )
-#: What a layer that is left alone computes where no other function knows its rows.
 
 
 def attention_forward(

@@ -274,7 +274,7 @@ def _refuse_call(original: Any, self: PeftModel, *args: Any, **kwargs: Any) -> A
                 f"adapter_names={names}: rows of __base__ would run {runs}, which came with the adapters, and not the base "
                 "model's own attention. Give them a call of their own, inside model.disable_adapter()"
             )
-        if any(isinstance(container_of(m), ModulesToSaveWrapper) for m in base.modules()):
+        if _saves_learned(base):
             raise NotImplementedError(
                 f"adapter_names={names}: the learned parameters of {runs} would be those of {active} in all rows. Give each "
                 "adapter its rows in a call of its own, after model.set_adapter(...)"
@@ -323,10 +323,14 @@ def _switch_adapter_layers(original: Any, self: BaseTuner, enabled: bool = True)
     original(self, enabled)
 
 
+def _saves_learned(model: nn.Module) -> bool:
+    """Tell whether adapters of a model save learned parameters of its method, each its own."""
+    return any(isinstance(container_of(module), ModulesToSaveWrapper) for module in model.modules())
+
+
 def _refuse_other(model: nn.Module, names: Collection[str] | None, active: Collection[str]) -> None:
     """NotImplementedError: adapters are merged by name, and PEFT would take the learned parameters of the active one."""
-    wrapped = any(isinstance(container_of(module), ModulesToSaveWrapper) for module in model.modules())
-    if names is not None and wrapped and {*names} != {*active}:
+    if names is not None and {*names} != {*active} and _saves_learned(model):
         raise NotImplementedError(
             f"adapter_names={[*names]}: the learned parameters of the method would be those of {', '.join(active)}. Make that "
             "adapter the active one first, model.set_adapter(...)"
@@ -340,7 +344,7 @@ def _merge_adapter(original: Any, self: BaseTuner, adapter_names: Any = None, sa
 
 def _add_weighted_adapter(original: Any, self: LoraModel, *args: Any, **kwargs: Any) -> None:
     base = pretrained_in(self.model)
-    if base is not None and any(isinstance(container_of(module), ModulesToSaveWrapper) for module in base.modules()):
+    if base is not None and _saves_learned(base):
         raise NotImplementedError(
             f"a weighted sum of adapters leaves out the learned parameters of {get_implementation(base.config)}: use one of "
             "the adapters, or sum adapters of a method without learned parameters"

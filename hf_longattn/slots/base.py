@@ -296,9 +296,11 @@ class LengthTemperature(Temperature):
 
     def factor(self, n: Tensor, head_dim: int) -> Tensor:
         """The multiplier for rows that see n keys: float64 in, float64 out, shape of n; n = 0 counts as 1."""
-        trained = self.filled("train_length") if self.uses_train_length else 0
-        factor = self.formula(n.clamp(min=1), head_dim, trained)
+        factor = self._published(n.clamp(min=1), head_dim)
         return factor.clamp(min=1) if self.clamp else factor
+
+    def _published(self, n: Tensor, head_dim: int) -> Tensor:
+        return self.formula(n, head_dim, self.filled("train_length") if self.uses_train_length else 0)
 
     @abstractmethod
     def formula(self, n: Tensor, head_dim: int, train_length: int) -> Tensor:
@@ -306,8 +308,7 @@ class LengthTemperature(Temperature):
 
     def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
         n = torch.tensor([1, 2, 3, 16, 17, 65536], dtype=torch.float64, device="cpu")
-        trained = self.filled("train_length") if self.uses_train_length else 0
-        yield "formula", self.formula(n, facts.head_dim, trained), n
+        yield "formula", self._published(n, facts.head_dim), n
 
 
 class EntropyTemperature(Temperature, ABC):

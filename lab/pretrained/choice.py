@@ -23,7 +23,7 @@ from lab.speed import speed
 #: By method, and for each column the setting that rows have and what it is compared with.
 SETTINGS: dict[str, dict[str, list[str]]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 SMOLLM2, GEMMA, NOVEL = "SmolLM2-135M-Instruct", "gemma-3-270m", "pride-and-prejudice"
-#: Of SmolLM2, by which a method is bound.
+#: Of SmolLM2: its trained length, and what a method is bound to.
 TRAINED = 8192
 FACTS = ModelFacts(
     num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64, value_dim=64, train_length=TRAINED, rope_type="default"

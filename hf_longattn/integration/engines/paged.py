@@ -161,12 +161,14 @@ PATCHES = (
         ContinuousBatchingManager,
         "__init__",
         _batching_manager,
-        "older releases would replace the method by flash attention with a log line; CUDA graphs would be captured",
+        "older releases would replace the method by flash attention with a log line; CUDA graphs would be captured; a change "
+        "while it runs would go unnoticed",
     ),
     Patch(
         ContinuousBatchingManager,
         "switch_to_cb_friendly_attn",
         _switch_to_cb_friendly_attn,
-        "it would replace the method by flash attention with a log line",
+        "it would replace the method by flash attention with a log line; a kept manager would go on with the pages and masks "
+        "of another method",
     ),
 )

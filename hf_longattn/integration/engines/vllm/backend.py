@@ -28,7 +28,6 @@ from .served import ServedLayer
 
 #: vLLM looks a layer's backend up by name, and has this one for others' backends.
 BACKEND = "CUSTOM"
-#: Of layers in whose texts a method changes nothing.
 
 
 class Metadata:
