@@ -100,7 +100,7 @@ survival: $(VENV)/.dev  ## damaged files, kills, full disks, strangers' checkpoi
 test-oldest: $(OLDEST)/.dev  ## the lane of every version on the oldest supported transformers
 	$(OLDEST)/bin/python tests/kit/lane.py
 
-# It asks for the newest releases at every run; where they are the pinned ones it installs nothing.
+# It asks for the newest releases at every run; where they are the pinned ones it installs nothing and runs the README alone.
 test-newest: $(NEWEST)/.layered  ## the same, continuous batching and the README on the newest transformers, peft, accelerate
 	grep '^torch==' constraints.txt > $(NEWEST)/constraints.txt
 	$(BIN)/pip --python $(NEWEST)/bin/python install --quiet --upgrade transformers peft accelerate --constraint $(NEWEST)/constraints.txt
