@@ -8,15 +8,19 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..config import LongAttnConfig
 from ..evaluation.checkpoints import Checkpoint
 from ..evaluation.measures.probe import TOKENS
 from ..evaluation.rows import Row, write_whole
 from ..evaluation.settings import Setting
+from ..integration import apply, get_config
+from ..integration.model import no_untrained_warning
+from ..integration.saved_method import has_learned
 from ..sharing.card import Facts
 from ..sharing.hub import write_card
 from .held_out import tokens_read
 from .preflight import Prepared
-from .reach import AFTER, BEFORE, PASSAGES, PICTURE_FILE, picture
+from .reach import AFTER, BEFORE, PASSAGES, PICTURE_FILE, UNTRAINED, picture
 from .trainer import RecipeTrainer
 
 
@@ -24,13 +28,14 @@ def measured(
     prepared: Prepared, trainer: RecipeTrainer, base: Callable[[], AbstractContextManager[None]]
 ) -> tuple[dict[str, dict[int, dict[str, Any]]], dict[str, list[Row]]]:
     """Held-out losses by model and length, and the rows of a probe by model: of the trained model; to compare, of the
-    unadapted base; and losses of the base with YaRN for the recipe's longest length, if that is beyond its trained one."""
+    unadapted base, alone and under the method; and losses of the base with YaRN for the recipe's longest length, if that is
+    beyond its trained one."""
     recipe, original = prepared.recipe, prepared.original
     beyond = max(recipe.final_lengths) / prepared.trained_length if recipe.evaluation.compare else 0.0
     rotates = getattr(original.text_config, "rope_parameters", None)
     yarn = f"{BEFORE} + YaRN x{beyond:g}" if beyond > 1 and rotates else None
     each = tokens_read(recipe, prepared.data, prepared.final_lengths) + len(prepared.back) * PASSAGES * TOKENS
-    total = each * (1 + recipe.evaluation.compare)
+    total = each * prepared.compared
     total += tokens_read(recipe, prepared.data, recipe.final_lengths) if yarn else 0
     losses: dict[str, dict[int, dict[str, Any]]] = {}
     reach: dict[str, list[Row]] = {}
@@ -46,6 +51,9 @@ def measured(
         if recipe.evaluation.compare:
             with base() if recipe.lora is not None else _another(prepared, trainer, original):
                 all_of(BEFORE)
+            if prepared.attention is not None:
+                with _untrained(prepared, trainer):
+                    all_of(UNTRAINED)
         if yarn is not None:
             bar.set_postfix_str(yarn)
             with _another(prepared, trainer, original.under(Setting(yarn, rope=f"yarn:{beyond}"))):
@@ -54,14 +62,32 @@ def measured(
 
 
 @contextmanager
-def _another(prepared: Prepared, trainer: RecipeTrainer, checkpoint: Checkpoint) -> Iterator[None]:
+def _another(
+    prepared: Prepared, trainer: RecipeTrainer, checkpoint: Checkpoint, method: LongAttnConfig | None = None
+) -> Iterator[None]:
     """While open, what is measured is another checkpoint, in the precision of the trained one."""
     loaded = checkpoint.load(dtype=prepared.recipe.dtype)
+    if method is not None:
+        with no_untrained_warning():
+            apply(loaded, method)
     trained, trainer.causal = trainer.causal, loaded.to(trainer.accelerator.device)
     try:
         yield
     finally:
         trainer.causal = trained
+
+
+@contextmanager
+def _untrained(prepared: Prepared, trainer: RecipeTrainer) -> Iterator[None]:
+    """While open, what is measured is the base under the method: with LoRA the same weights, if no others were trained."""
+    if prepared.recipe.lora is not None and not has_learned(trainer.causal):
+        from peft.helpers import rescale_adapter_scale
+
+        with rescale_adapter_scale(trainer.causal, 0.0):
+            yield
+        return
+    with _another(prepared, trainer, prepared.start, get_config(trainer.causal)):
+        yield
 
 
 def tell(

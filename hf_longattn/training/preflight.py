@@ -138,7 +138,12 @@ class Prepared:
         """The length of every text that is read once the model is trained."""
         texts = [n for n in self.final_lengths for _ in range(tokens_read(self.recipe, self.data, [n]) // n)]
         texts += [TOKENS] * (len(self.back) * PASSAGES)
-        return texts * (1 + self.recipe.evaluation.compare)
+        return texts * self.compared
+
+    @property
+    def compared(self) -> int:
+        """How many models read these: the trained one; to compare, its base, and that under the method."""
+        return 1 + self.recipe.evaluation.compare * (1 + (self.attention is not None))
 
     @property
     def read_meanwhile(self) -> list[int]:

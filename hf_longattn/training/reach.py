@@ -18,8 +18,8 @@ from .held_out import Tick
 PASSAGES, POINTS = 2, 5
 #: Tokens of held-out text that they are taken from, at least.
 PROBED = PASSAGES * LEAST
-#: What the measured models are called, in the order of training.
-BEFORE, AFTER = "base", "trained"
+#: What the measured models are called, in the order of training: the middle one is what the method gives untrained.
+BEFORE, UNTRAINED, AFTER = "base", "base + method", "trained"
 PICTURE_FILE = "reach.png"
 #: By how much copies from the nearest distance get worse until it is said, in nats per token.
 HARM = 0.05
@@ -89,10 +89,10 @@ def _copies(reach: Reach, which: int) -> dict[str, float]:
 
 
 def _compared(what: str, losses: Mapping[str, float]) -> str:
-    if BEFORE not in losses:
-        return f"{what} at {losses[AFTER]:.2f}"
-    same = ", no different" if f"{losses[BEFORE]:.2f}" == f"{losses[AFTER]:.2f}" else ""
-    return f"{what} at {losses[AFTER]:.2f} (base: {losses[BEFORE]:.2f}{same})"
+    now, names = f"{losses[AFTER]:.2f}", {BEFORE: "base", UNTRAINED: "with the untrained method"}
+    others = {name: f"{losses[key]:.2f}" for key, name in names.items() if key in losses}
+    said = ", ".join(f"{name}: {loss}" + ", no different" * (loss == now) for name, loss in others.items())
+    return f"{what} at {now}" + (f" ({said})" if said else "")
 
 
 def picture(reach: Reach, trained: int | None) -> bytes | None:

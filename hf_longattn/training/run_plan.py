@@ -86,9 +86,13 @@ def _precision(recipe: Recipe, args: TrainingArguments) -> str:
 def _reading(run: Prepared) -> str:
     if not run.back:
         return f"; {run.unprobed}" if run.unprobed else ""
-    models = "the trained model and its base" if run.recipe.evaluation.compare else "the trained model"
+    models = (
+        "the trained model",
+        "the trained model and its base",
+        "the trained model and its base with and without the method",
+    )
     less = f"shortened to follow the training's time; evaluation.far={FAR} measures all, " if run.shortened else ""
-    return f"; copies from up to {run.back[-1]:,} tokens back, of {models} ({less}evaluation.far=0 none)"
+    return f"; copies from up to {run.back[-1]:,} tokens back, of {models[run.compared - 1]} ({less}evaluation.far=0 none)"
 
 
 def _time(run: Prepared) -> str:

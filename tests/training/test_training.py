@@ -171,7 +171,7 @@ def test_continue_lora(tiny: Path, tmp_path: Path) -> None:
     assert "scale_invariant:tau=5.0" in result.output
     assert "2 of 2 attention layers" in result.output
     metrics = json.loads((out / "metrics.json").read_text())
-    assert set(metrics["measured"]) == {"trained", "base", "base + YaRN x2"}  # 512 is twice the model's 256
+    assert set(metrics["measured"]) == {"trained", "base", "base + method", "base + YaRN x2"}  # 512 is twice the model's 256
     assert set(metrics["measured"]["base"]) == {"32", "512"}
     assert metrics["tokens"] == 6 * 2 * 32
     logged = metrics["log"][0]
@@ -253,12 +253,14 @@ def test_a_run_ends_with_how_far_the_model_reads(tiny: Path, tmp_path: Path, cap
     assert "at the end at [32, 700]; copies from up to 1,872 tokens back" in result.output
     metrics = json.loads((out / "metrics.json").read_text())
     told, probes = metrics["reach"]["text"], metrics["reach"]["probe"]
-    assert list(probes) == ["trained", "base"]
+    models = ["trained", "base", "base + method"]
+    assert list(probes) == models
     for rows in probes.values():
         assert [r["distance"] for r in rows] == [1280, 1428, 1576, 1724, 1872]
-    assert {name: list(m) for name, m in metrics["measured"].items()} == {n: ["32", "700"] for n in ("trained", "base")}
+    assert {name: list(m) for name, m in metrics["measured"].items()} == {n: ["32", "700"] for n in models}
     last = {name: rows[-1]["copy"][0] for name, rows in probes.items()}
-    assert f"copies from 1,872 tokens back at {last['trained']:.2f} (base: {last['base']:.2f}" in told
+    said = re.search(r"copies from 1,872 tokens back at (.*?) \(base: (.*?), with the untrained method: (.*?)\)", told)
+    assert said and [x.removesuffix(", no different") for x in said.groups()] == [f"{last[name]:.2f}" for name in models]
     assert "a text at its tokens 350 to 700 at " in told
     assert told in " ".join(result.output.split())
     card = (out / "README.md").read_text()
@@ -285,6 +287,22 @@ def test_a_run_ends_with_how_far_the_model_reads(tiny: Path, tmp_path: Path, cap
     data = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "other", **changes))).data
     row = reach.probed(again, data, [1872], lambda tokens: None)[0]
     assert row["copy"][0] == pytest.approx(last["trained"], abs=1e-4)
+    # and so has the base under the adapter's method
+    untrained = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(tiny / "model"), hf_longattn.get_config(again))
+    row = reach.probed(untrained, data, [1872], lambda tokens: None)[0]
+    assert row["copy"][0] == pytest.approx(last["base + method"], abs=1e-4) != pytest.approx(last["trained"], abs=1e-3)
+
+
+@pytest.mark.slow
+def test_the_untrained_method_has_none_of_the_learned_parameters(tiny: Path, tmp_path: Path) -> None:
+    """Beside LoRA they are trained too; what the base is measured with has them as they start."""
+    changes = {"method": "logn:learned=true:clamp=false", "trainer__max_steps": 2, "trainer__learning_rate": 0.5}
+    changes |= {"evaluation__far": 700, "skip__target_length": 2000}
+    metrics = trained("continue_lora", settings(tiny, tmp_path / "out", **changes))
+    untrained = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(tiny / "model"), "logn:clamp=false")
+    data = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "other", **changes))).data
+    row = reach.probed(untrained, data, [1872], lambda tokens: None)[0]
+    assert row["copy"][0] == pytest.approx(metrics["reach"]["probe"]["base + method"][-1]["copy"][0], abs=1e-4)
 
 
 @pytest.mark.slow
@@ -1566,4 +1584,9 @@ def test_a_run_says_what_it_harmed() -> None:
     )
     assert reach.sentence({"trained": rows(0.6, 0.9), "base": rows(0.6, 3.1)}, {}, None) == (
         "Reads copies from 8,064 tokens back at 0.90 (base: 3.10), in nats per token."
+    )
+    three = {"trained": rows(0.6, 0.9), "base": rows(0.6, 3.1), "base + method": rows(0.6, 0.9)}
+    assert reach.sentence(three, {}, None) == (
+        "Reads copies from 8,064 tokens back at 0.90 (base: 3.10, with the untrained method: 0.90, no different), in nats per "
+        "token."
     )
