@@ -105,7 +105,7 @@ class Evaluation:
     # tokens of one long held-out text that is read at the end, beside a probe, up to the method's reach; 0: neither. none:
     # 16384, or less, so that measuring takes at most a third of the training's time
     far: int | None = None
-    compare: bool = True  # the metrics file holds the unadapted base, and base + YaRN, beside the trained model
+    compare: bool = True  # with the unadapted base, with it under the untrained method, and under YaRN
 
 
 @dataclass

@@ -27,6 +27,8 @@ from typer.testing import CliRunner
 
 import hf_longattn
 from hf_longattn.cli import app
+from hf_longattn.evaluation.measures.copies import TAIL
+from hf_longattn.slots.method import length_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::hf_longattn.UntrainedWarning")
 ROOT = Path(__file__).parents[2]
@@ -227,6 +229,14 @@ def test_command_runs(line: str, home: Path, tmp_path: Path) -> None:
     assert result.exit_code in ((0, 1) if words[0] == "extend" else (0,)), (words, result.output, result.exception)
     assert result.exception is None or isinstance(result.exception, SystemExit)
     assert "--dry-run" in words or words[0] == "extend" or any((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("line", [line for line in runnable() if re.search(r"--tasks \S*copies", line)])
+def test_lengths_of_copies_have_room(line: str) -> None:
+    """Which `SMALL` hides."""
+    lengths = re.search(r"--lengths (\S+)", line)
+    assert lengths
+    assert min(map(length_of, lengths[1].split(","))) >= 5 * TAIL
 
 
 def test_there_is_something_to_check() -> None:

@@ -260,7 +260,8 @@ def test_a_run_ends_with_how_far_the_model_reads(tiny: Path, tmp_path: Path, cap
     assert {name: list(m) for name, m in metrics["measured"].items()} == {n: ["32", "700"] for n in models}
     last = {name: rows[-1]["copy"][0] for name, rows in probes.items()}
     said = re.search(r"copies from 1,872 tokens back at (.*?) \(base: (.*?), with the untrained method: (.*?)\)", told)
-    assert said and [x.removesuffix(", no different") for x in said.groups()] == [f"{last[name]:.2f}" for name in models]
+    assert said
+    assert [x.removesuffix(", no different") for x in said.groups()] == [f"{last[name]:.2f}" for name in models]
     assert "a text at its tokens 350 to 700 at " in told
     assert told in " ".join(result.output.split())
     card = (out / "README.md").read_text()
@@ -296,10 +297,10 @@ def test_a_run_ends_with_how_far_the_model_reads(tiny: Path, tmp_path: Path, cap
 @pytest.mark.slow
 def test_the_untrained_method_has_none_of_the_learned_parameters(tiny: Path, tmp_path: Path) -> None:
     """Beside LoRA they are trained too; what the base is measured with has them as they start."""
-    changes = {"method": "logn:learned=true:clamp=false", "trainer__max_steps": 2, "trainer__learning_rate": 0.5}
+    changes = {"method": "rerope+logn:learned=true:clamp=false", "trainer__max_steps": 2, "trainer__learning_rate": 0.5}
     changes |= {"evaluation__far": 700, "skip__target_length": 2000}
     metrics = trained("continue_lora", settings(tiny, tmp_path / "out", **changes))
-    untrained = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(tiny / "model"), "logn:clamp=false")
+    untrained = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(tiny / "model"), "rerope+logn:clamp=false")
     data = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "other", **changes))).data
     row = reach.probed(untrained, data, [1872], lambda tokens: None)[0]
     assert row["copy"][0] == pytest.approx(metrics["reach"]["probe"]["base + method"][-1]["copy"][0], abs=1e-4)
