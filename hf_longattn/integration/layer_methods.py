@@ -16,7 +16,7 @@ from .internals import get_implementation, set_implementation
 from .layers import Layer, View
 from .masks import refuse_both_ways
 from .model_facts import facts_of, num_heads
-from .names import is_longattn_name, name_for, parsed_config, short
+from .names import is_longattn_name, name_for, parsed_config, refuse_taken, short
 from .parameters import attach_learned_parts
 from .passes import hook_passes
 from .saved_method import by_number, refuse_kind
@@ -50,9 +50,11 @@ def put(view: View, config: LongAttnConfig, name: str, longer: int | None = None
 
     Raises:
         ValueError: the config does not fit. Only what ran before has been noted then, which a transaction takes back.
+        RuntimeError: another package has an attention of that name.
     """
     if (target := view.target) is None:
         raise ValueError(no_layer(view, config))
+    refuse_taken(name)
     state = view.state or AttentionState()
     left_alone = {  # vision towers, and other parts under the same name
         x.module: LayerMethod(state, raw_section(c), None, x.why_never or "not the language model")

@@ -27,25 +27,46 @@ def register_names(attention: Callable[..., Any], mask: Callable[..., Any]) -> N
     """Register the attention and the mask function under every name, now and later; both, or padding is lost in silence."""
     _FUNCTIONS[:] = attention, mask
     for name in (CUSTOM, *list_methods()):
-        _register(name)
+        _register(name, may_share=True)
     LISTENERS.append(_register)
 
 
-def _register(alias: str) -> None:
-    attention, mask = _FUNCTIONS
-    for known, own in ((AttentionInterface(), attention), (AttentionMaskInterface(), mask)):
-        if (there := known.get(alias)) not in (None, own):
-            if getattr(there, "__module__", None) == own.__module__:
-                raise ImportError(
-                    "hf_longattn was imported already, and taken out of sys.modules since; models and transformers hold what "
-                    "was imported first. Start Python anew, or importlib.reload(hf_longattn)"
-                )
+def _register(alias: str, may_share: bool = False) -> None:
+    """Register the short and the canonical name; with `may_share` the latter alone if another package has the short one."""
+    names = [alias, PREFIX + alias]
+    if (other := _registered_by_another(alias)) is not None:
+        if other in [function.__module__ for function in _FUNCTIONS]:
+            raise ImportError(
+                "hf_longattn was imported already, and taken out of sys.modules since; models and transformers hold what "
+                "was imported first. Start Python anew, or importlib.reload(hf_longattn)"
+            )
+        if not may_share:
             raise ValueError(
                 f"{alias!r} is the name of an attention that transformers has already: choose another for the method"
             )
-    for name in (alias, PREFIX + alias):
+        names.remove(alias)
+    attention, mask = _FUNCTIONS
+    for name in names:
         AttentionInterface.register(name, attention)
         AttentionMaskInterface.register(name, mask)
+
+
+def _registered_by_another(name: str | None) -> str | None:
+    """The module of an attention or a mask function that transformers has under a name, and that is not ours."""
+    for known, own in zip((AttentionInterface(), AttentionMaskInterface()), _FUNCTIONS, strict=True):
+        if (there := known.get(name)) is not None and there is not own:
+            return getattr(there, "__module__", None) or repr(there)
+    return None
+
+
+def refuse_taken(name: str | None) -> None:
+    """RuntimeError if another package's attention stands under one of our names, and would run in the method's place."""
+    if (other := _registered_by_another(name)) is not None and is_longattn_name(name):
+        raise RuntimeError(
+            f"{other} registered an attention named {name!r} with transformers, which would run in place of hf_longattn's. "
+            f"hf_longattn.apply(model, {name!r}) puts the method in under its full name, {PREFIX + short(name)!r}, which "
+            "attn_implementation takes too"
+        )
 
 
 def register_combination(implementation: Any) -> None:
@@ -100,7 +121,7 @@ def name_for(config_name: str) -> str:
     """The name to install for a config: that of its methods, or of its section where several parts have their own."""
     name = config_name if is_longattn_name(config_name) else CUSTOM
     register_combination(name)
-    return name
+    return name if _registered_by_another(name) is None else PREFIX + name
 
 
 def parsed_config(config: Any) -> LongAttnConfig | None:

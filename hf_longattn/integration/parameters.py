@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..slots.learned import LearnedParts, learned_parts, make_parts, tensors_of
@@ -47,11 +48,17 @@ def attach(model: nn.Module, layer: Layer, methods: Sequence[Method], facts: Mod
             again.add(slot)
     if learned == present:  # then PEFT's wrapper around them stays, too
         return
+    new = [method.name for method in methods if learned.get(method.slot) is not present.get(method.slot)]
+    if new and any(isinstance(x, FSDPModule) for x in model.modules()):
+        raise ValueError(
+            f"{', '.join(new)} brings learned parameters, and fully_shard, called on the model before, would not keep "
+            "them the same in all processes: apply the method first, then fully_shard"
+        )
     dropped = {slot: part for slot, part in present.items() if learned.get(slot) is not part and slot not in again}
     names = [f"{slot}.{name}" for slot, part in dropped.items() for name, _ in part.named_parameters()]
     start = module.longattn.start() if dropped else {}
     values = {name: held(model, f"{layer.name}.longattn.{name}") for name in names}
-    if any(x is not None and not torch.equal(x.detach().cpu(), start[name].to(x.dtype)) for name, x in values.items()):
+    if any(x is not None and not torch.equal(_whole(x).cpu(), start[name].to(x.dtype)) for name, x in values.items()):
         warn(
             f"dropping the trained parameters {', '.join(names)} of layer {module.layer_idx}: "
             "they belong to the method that is being replaced",
@@ -61,6 +68,11 @@ def attach(model: nn.Module, layer: Layer, methods: Sequence[Method], facts: Mod
     if learned:
         assert facts is not None
         module.longattn = LearnedParts(learned, methods, facts)
+
+
+def _whole(x: Tensor) -> Tensor:
+    """The values of a parameter, of which each process may hold a part."""
+    return x.full_tensor().detach() if isinstance(x, DTensor) else x.detach()
 
 
 def to_device(part: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:

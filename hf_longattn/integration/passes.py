@@ -18,6 +18,7 @@ from .forward_context import PASS, ForwardContext, current_pass
 from .gate import at_gate
 from .internals import frame_above, get_implementation
 from .layers import View
+from .names import refuse_taken
 from .rotated_key_cache import drop_other_keys
 from .shared import model_of, refuse_abroad
 from .state import AttentionState, LayerMethod, method_of
@@ -156,17 +157,21 @@ def _begin(state: AttentionState, renew: Renew, place: int, model: Any, args: tu
 
 
 def _prepare(state: AttentionState, renew: Renew, model: Any) -> None:
-    """Before a pass: the model's rotations are verified, and its layers get their methods anew if they are others now.
+    """Before a pass: the model's layers get their methods anew if they are others now, and its rotations are verified.
 
-    ValueError: its configs do not say what it runs.
+    Raises:
+        ValueError: its configs do not say what it runs.
+        RuntimeError: another package's attention would run.
     """
-    if state.unverified:
-        verify_at_first_call(state, model)
     arrangement = state.arrangement or state.arrange(View(model))
     if not arrangement.is_described:
         raise ValueError(_REPLACED)
+    for config, _ in arrangement.described:
+        refuse_taken(get_implementation(config))
     if not arrangement.is_current:
         renew(state, model)
+    if state.unverified:
+        verify_at_first_call(state, model)
 
 
 def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:

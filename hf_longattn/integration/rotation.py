@@ -81,15 +81,21 @@ class RotarySource:
 
 
 def find_rotary(modules: Iterable[nn.Module], config: Any, layer_type: str | None) -> RotarySource | None:
-    """Find the rotary module of `config` among these, with the buffer for a layer type; None: there is none."""
+    """Find the rotary module of `config` among these, with the buffer for a layer type; None: there is none.
+
+    A module that was made from a copy of the config counts if there is one alone.
+    """
+    like: list[RotarySource] = []
     for module in modules:
-        if getattr(module, "config", None) is not config or not hasattr(module, "named_buffers"):
+        own = getattr(module, "config", None)
+        if type(own) is not type(config) or not hasattr(module, "named_buffers"):
             continue
         names = {name for name, _ in module.named_buffers(recurse=False)}
-        for name in (f"{layer_type}_inv_freq", "inv_freq"):
-            if name in names:
+        if name := next((name for name in (f"{layer_type}_inv_freq", "inv_freq") if name in names), None):
+            if own is config:
                 return RotarySource(module, name)
-    return None
+            like.append(RotarySource(module, name))
+    return like[0] if len(like) == 1 else None
 
 
 def find_convention(

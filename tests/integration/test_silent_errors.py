@@ -39,6 +39,7 @@ from transformers.models.gemma3 import modeling_gemma3 as gemma3
 
 import hf_longattn
 from hf_longattn.config import PREFIX
+from hf_longattn.integration import names
 from hf_longattn.integration.caches import CACHE, PAGES
 from hf_longattn.integration.masks import base_implementation
 from hf_longattn.integration.names import is_longattn_name
@@ -54,6 +55,37 @@ def test_every_name_has_a_mask_function() -> None:
             assert name in AttentionInterface()
             assert name in AttentionMaskInterface()
             assert is_longattn_name(name)
+
+
+@pytest.mark.parametrize(
+    "which", [(AttentionInterface,), (AttentionMaskInterface,), (AttentionInterface, AttentionMaskInterface)]
+)
+def test_a_name_that_another_package_takes(which: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its function would run in the method's place; under the full name the method goes in all the same."""
+    m = hf_longattn.apply(stock("llama"), "alibi")
+    with torch.no_grad():
+        want = m(tokens()).logits
+    for interface in which:
+        monkeypatch.setitem(interface._global_mapping, "alibi", interface()["sdpa"])
+    with pytest.raises(RuntimeError, match=r"registered an attention named 'alibi'.*full name, 'hf_longattn.alibi'"):
+        m(tokens())
+    with torch.no_grad():
+        close(hf_longattn.apply(m, "alibi")(tokens()).logits, want)
+        close(hf_longattn.apply(stock("llama"), "alibi")(tokens()).logits, want)
+    with pytest.raises(ValueError, match="'alibi' is the name of an attention that transformers has already"):
+        names._register("alibi")
+
+
+def test_a_name_that_another_package_took_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package can be imported, and the other attention stays what it is."""
+    other = AttentionInterface()["sdpa"]
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        monkeypatch.setitem(interface._global_mapping, "alibi", interface()["sdpa"])
+        monkeypatch.delitem(interface._global_mapping, PREFIX + "alibi")
+    monkeypatch.setattr(names, "LISTENERS", [])
+    names.register_names(*names._FUNCTIONS)
+    assert AttentionInterface()["alibi"] is other
+    assert AttentionInterface()[PREFIX + "alibi"] is not other
 
 
 def test_no_name_is_taken_for_another_kind() -> None:

@@ -257,6 +257,10 @@ def fully_sharded(out: Path, cases: Sequence[str]) -> dict[str, Any]:
         set_state_dict(m, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
         _, resumed = step(m, input_ids=mine)
         results[case] |= {"losses": [first, second, resumed]}
+    if "logn_learned" in cases:
+        m, _ = sharded(out / "logn_learned")
+        results["late"] = refusal(lambda: hf_longattn.apply(m, "output_layer_norm"))
+        results["removed"], _ = step(hf_longattn.remove(m), input_ids=tokens())
     return results
 
 

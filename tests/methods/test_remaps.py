@@ -609,6 +609,19 @@ def test_update_keeps_a_proof_and_asks_no_one_elses_forward() -> None:
     assert torch.equal(logits(m), logits(want))
 
 
+def test_another_rotary_module_is_verified_before_it_is_used() -> None:
+    """Of a copy of the config; or in the place of one that was never filled, in a model built without weights."""
+    want = logits(hf_longattn.apply(stock("llama"), "rerope", window=7))
+    m = hf_longattn.apply(stock("llama"), "rerope", window=7)
+    m.model.rotary_emb = type(m.model.rotary_emb)(copy.deepcopy(m.config))
+    close(logits(m), want)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(m.config, attn_implementation="rerope", longattn={"window": 7})
+    empty.load_state_dict(m.state_dict(), assign=True)
+    empty.model.rotary_emb = type(m.model.rotary_emb)(empty.config)
+    close(logits(empty.eval()), want)
+
+
 @pytest.mark.slow
 def test_a_loaded_model_is_proven_at_its_first_call(base: Path) -> None:
     m = AutoModelForCausalLM.from_pretrained(base, attn_implementation="rerope", longattn={"window": 7})

@@ -36,6 +36,8 @@ from distributed_worker import (
 from helpers import close, crossed, tokens
 from transformers import AutoModelForCausalLM
 
+import hf_longattn
+
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 KIT = ROOT / "tests" / "kit"
@@ -161,6 +163,11 @@ def test_fully_sharded_weights(
             got = torch.stack(found[rank][case]["losses"])
             close(got, torch.stack([row[rank] for row in losses]), 5e-4, case)
             assert got[1] == got[2]  # resumed
+    if "logn_learned" in cases:
+        plain = hf_longattn.remove(AutoModelForCausalLM.from_pretrained(out / "logn_learned"))
+        for each in found:
+            assert "apply the method first, then fully_shard" in each["late"]
+            close(each["removed"], plain(tokens()).logits, 5e-5, "removed")
 
 
 def check_sequences(found: list[dict[str, Any]], record_property: Record, engine: str, batch: int | None = None) -> None:
