@@ -232,5 +232,5 @@ def _bias(hidden: Tensor | None, query: Tensor) -> Tensor | None:
 
 
 def by_head(x: Tensor, query: Tensor) -> Tensor:
-    """A key head's features once for each query head that shares it: without a copy if the batch is one."""
+    """A key head's features once for each query head that shares it: a copy where several are shared."""
     return x[:, :, None].expand(-1, -1, query.shape[1] // x.shape[1], -1, -1).reshape(*query.shape[:2], *x.shape[2:])
