@@ -11,6 +11,7 @@ from calls import GEOMETRIES, ROTATION, SINKS, arguments, by_options, check, den
 from cases import CASES
 from helpers import close, crossed
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -384,12 +385,19 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     for name, function in (("flash", flash_backward), ("cudnn", cudnn_backward), ("efficient", efficient_backward)):
         library.impl(f"_scaled_dot_product_{name}_attention_backward", function, "CPU")
     monkeypatch.setattr(sdpa, "device", lambda x: "cuda")
-    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    sdpa._has_cudnn.cache_clear()
+    a_gpu(monkeypatch)
     yield asked
-    sdpa._has_cudnn.cache_clear()
+    for known in (sdpa._known_capability, sdpa._prefers_cudnn):
+        known.cache_clear()
     library._destroy()
+
+
+def a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0), cudnn: int | None = 91900) -> None:
+    """The GPU that is there, an H100 unless another is named, and cuDNN's version."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    for known in (sdpa._known_capability, sdpa._prefers_cudnn):
+        known.cache_clear()
 
 
 @pytest.mark.slow
@@ -424,3 +432,66 @@ def test_what_cuda_has_no_kernel_for(cuda: list[str]) -> None:
         with pytest.raises(ValueError, match=message):
             hf_longattn.attention(*tensors, METHODS["rerope"], rotation=ROTATION, **BANDS)
     assert not cuda
+
+
+@pytest.mark.parametrize(
+    ("capability", "cudnn", "dtype", "asked"),
+    [
+        ((7, 5), 91900, torch.float16, "efficient"),  # a T4
+        ((8, 0), 91900, torch.float16, "flash"),
+        ((8, 9), 91900, torch.bfloat16, "flash"),
+        ((9, 0), 91500, torch.bfloat16, "flash"),
+        ((9, 0), None, torch.bfloat16, "flash"),
+        ((9, 0), 91501, torch.bfloat16, "cudnn"),
+        ((10, 0), 91900, torch.float16, "cudnn"),
+        ((10, 3), 91900, torch.float16, "cudnn"),
+        ((12, 0), 91900, torch.float16, "flash"),  # an RTX 5090
+        ((9, 0), 91900, torch.float32, "efficient"),
+    ],
+)
+def test_the_operator_of_a_gpu(
+    capability: tuple[int, int], cudnn: int, dtype: torch.dtype, asked: str, cuda: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_gpu(monkeypatch, capability, cudnn)
+    for query, key in ((9, 9), (1, 9), (9, 1)):
+        cuda.clear()
+        sides, how = inputs(q=query, k=key, d=16, dtype=dtype), (query == key, None, 0.25)
+        out, lse = sdpa.forward(*sides, *how)
+        sdpa.backward(out, *sides, out, lse, *how)
+        kind = "flash" if asked == "cudnn" and query != key else asked  # cuDNN's takes no single key
+        assert cuda == [kind, f"{kind} backward"]
+
+
+def test_a_gpu_without_bfloat16(cuda: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A T4; a graph asks for what it is as it is traced."""
+    a_gpu(monkeypatch, (7, 5))
+    x = torch.ones(1, 2, 3, 16, dtype=torch.bfloat16)
+    for why_not in (sdpa.why_not, torch.compile(sdpa.why_not, fullgraph=True, backend="eager")):
+        assert "bfloat16 on a GPU of compute capability below 8.0" in str(why_not(x, x))
+        assert why_not(x.half(), x.half()) is None
+
+
+def test_operators_that_are_switched_off(cuda: list[str]) -> None:
+    """As plain sdpa leaves them out; also between forward and backward."""
+    leaves = [x.bfloat16().requires_grad_() for x in inputs(q=200, k=200, d=16)]
+    reference = with_gradients(
+        reference_attention, [x.detach().double() for x in leaves], METHODS["rerope"], rotation=ROTATION
+    )
+    kinds = ("cudnn", "flash", "efficient")
+    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    for n, last in ((0, 0), (1, 1), (2, 2), (0, 1), (1, 0), (0, 2)):
+        cuda.clear()
+        with sdpa_kernel(backends[n:]):
+            out = hf_longattn.attention(*leaves, METHODS["rerope"], rotation=ROTATION, **BANDS)
+        with sdpa_kernel(backends[last:]):
+            gradients = torch.autograd.grad(out.double().sin().sum(), leaves)
+        assert set(cuda) == {kinds[n], f"{kinds[last]} backward"}
+        for a, b in zip((out, *gradients), reference, strict=True):
+            assert (a.double() - b).norm() <= 0.02 * b.norm()
+    cuda.clear()
+    torch.use_deterministic_algorithms(True)
+    try:
+        hf_longattn.attention(*leaves, METHODS["rerope"], rotation=ROTATION, **BANDS)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert set(cuda) == {"flash"}

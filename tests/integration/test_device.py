@@ -253,6 +253,22 @@ def test_kernels_are_a_gpus(case: str, head_dim: int, dtype: torch.dtype) -> Non
     assert not [at for at in device.kernels if at.startswith(of_a_cpu)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_gpu_before_ampere(dtype: torch.dtype) -> None:
+    """A T4 has no FlashAttention, no fused kernel for bfloat16, and none that shares key heads."""
+    called = []
+    for case in ("attention_sink", "infoscale"):
+        m = hf_longattn.apply(stock("llama", num_hidden_layers=1), KERNELS[case][0])
+        with pretend.device(capability=(7, 5)) as device, torch.no_grad():
+            m.to("cuda", dtype)
+            m.tie_weights()
+            prefill(m, tokens(1, LENGTH).to("cuda"))
+        called.append({at.split()[1].split(".")[0] for at in device.kernels if at.startswith("core/kernels/sdpa.py")})
+    by_parts = {"clone", "_scaled_dot_product_efficient_attention"} if dtype == torch.float16 else set()
+    assert called[0] == by_parts
+    assert "clone" in called[1]  # which is sdpa itself
+
+
 @pytest.mark.slow
 @torch.no_grad()
 def test_wrong_positions_are_told_a_call_later() -> None:

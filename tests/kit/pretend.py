@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import hf_longattn
 from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.core.kernels import operators, programs, triton
+from hf_longattn.core.kernels import sdpa as kernels_of_torch
 from hf_longattn.core.kernels.kernel import MASK_VALUE, KernelCall, Result
 from hf_longattn.core.kernels.rotate import rotate
 from hf_longattn.core.plan import LogitSpec
@@ -236,8 +237,8 @@ class Event:
 
 
 @contextlib.contextmanager
-def device() -> Iterator[Device]:
-    """The device, while this is open."""
+def device(capability: tuple[int, int] = (9, 0), cudnn: int = 91900) -> Iterator[Device]:
+    """The device, while this is open: an H100, unless another GPU's compute capability or cuDNN's version are named."""
     seen = Device()
     forward, backward = seen.program("attention", _attention), seen.program("gradients", _gradients, lambda *_: 3)
     attention = operators.attention_function(
@@ -254,7 +255,7 @@ def device() -> Iterator[Device]:
     cuda = {
         "device_of": lambda _: contextlib.nullcontext(),
         "Event": Event,
-        "get_device_capability": lambda *_: (9, 0),
+        "get_device_capability": lambda *_: capability,
         "get_device_properties": lambda *_: machine,
         "is_current_stream_capturing": lambda: False,
     }
@@ -264,6 +265,10 @@ def device() -> Iterator[Device]:
     gradients = {"run": run, "gradients": lambda call, *given: backward(given, *operators.flatten(call))}
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.cuda, **cuda))
+        stack.enter_context(patch.object(torch.backends.cudnn, "version", lambda: cudnn))
+        for known in (kernels_of_torch._known_capability, kernels_of_torch._prefers_cudnn):
+            known.cache_clear()
+            stack.callback(known.cache_clear)
         stack.enter_context(patch.object(torch.autograd, "_engine_run_backward", _backward))
         stack.enter_context(patch.multiple(programs, INTERPRETED=False, _launch=_refuse, **pretended))
         stack.enter_context(patch.multiple(triton, _launch=_refuse, **gradients))

@@ -21,6 +21,10 @@ from .precision import halves_are_fast
 HALF = (torch.float16, torch.bfloat16)
 #: The memory-efficient kernel takes a bias whose rows begin at multiples of so many elements, and logsumexps of so many rows.
 BIAS_COLUMNS, LSE_ROWS = 16, 32
+#: The first GPUs whose compute capability FlashAttention runs on, and on which kernels take bfloat16.
+AMPERE = (8, 0)
+#: Where torch itself prefers cuDNN's kernel: GPUs, and the first version that is right at lengths that 128 does not divide.
+CUDNN_GPUS, CUDNN_VERSION = ((9, 0), (10, 0), (10, 3)), 91501
 #: Features that cuDNN's kernel takes at most.
 CUDNN_WIDTH = 128
 #: Bytes of keys from which on it pays to cut them for several threads, and how many keys a piece has at least.
@@ -38,7 +42,7 @@ def run(call: KernelCall) -> Result:
     else:
         mask = rows.visible(key.shape[2])
     shared = query.shape[1] != key.shape[1]
-    if shared and query.is_cuda and query.dtype not in HALF:  # there none of the fused kernels shares key heads
+    if shared and query.is_cuda and not _has_flash(query):  # there none of the fused kernels shares key heads
         key, value, shared = by_head(key, query), by_head(value, query), False
     out = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, mask, call.dropout, causal, scale=call.spec.scaling, enable_gqa=shared
@@ -83,6 +87,8 @@ def why_not(query: Tensor | Operand, value: Tensor | Operand) -> str | None:
         return f"PyTorch has no fused kernel that gives the logsumexp on {kind!r}"
     if kind == "cuda" and query.dtype == torch.float64:
         return "PyTorch has no fused kernel for float64 on CUDA"
+    if kind == "cuda" and query.dtype == torch.bfloat16 and _capability(query.device) < AMPERE:
+        return "PyTorch has no fused kernel for bfloat16 on a GPU of compute capability below 8.0; float16 has one"
     if kind == "cuda" and (width % 8 or width > 256):
         return f"the fused kernels on CUDA need a head_dim of at most 256 that 8 divides, got {width}"
     return None
@@ -110,10 +116,10 @@ def forward(
     if device(query) == "cpu":
         options = {"attn_mask": bias, "scale": scaling}
         return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, **options)
-    if bias is None and _takes_cudnn(query):
+    if bias is None and _takes_cudnn(query, key):
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, causal, scale=scaling)
         return out, lse.view(query.shape[:3])
-    if bias is None and query.dtype in HALF:
+    if bias is None and _takes_flash(query):
         out, lse, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scaling)
         return out, lse
     key, value = (by_head(x, query) for x in (key, value))
@@ -175,6 +181,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value through probabilities P = exp(logit - lse) over these keys.
 
+    Any operator computes them, whichever computed out and lse, which are joint and in nats: a user may switch one off between.
+
     Args:
         d_out, out: like query; the gradient of a logit is P (d_out . v - d_out . out).
         lse: (batch, heads, q_len), finite.
@@ -183,13 +191,13 @@ def backward(
     if device(query) == "cpu":
         options = {"attn_mask": bias, "scale": scaling}
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(d_out, *sides, out, lse, 0.0, causal, **options)
-    if bias is None and _takes_cudnn(query):
+    if bias is None and _takes_cudnn(query, key):
         seed = torch.zeros((), dtype=torch.int64, device=query.device)  # dropout's, which is not read
         given = d_out.contiguous(), *sides, out, lse[..., None].contiguous(), seed, seed, None, None, None
         ends = query.shape[2], key.shape[2], 0.0, causal
         return aten._scaled_dot_product_cudnn_attention_backward(*given, *ends, scale=scaling)
     state = query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64)  # dropout's, which is not read
-    if bias is None and query.dtype in HALF:
+    if bias is None and _takes_flash(query):
         lengths = None, None, query.shape[2], key.shape[2]
         of_rows = out, lse.contiguous(), *lengths, 0.0, causal, *state
         return aten._scaled_dot_product_flash_attention_backward(d_out, *sides, *of_rows, scale=scaling)
@@ -201,14 +209,40 @@ def backward(
     return d_query, *(x.unflatten(1, (key.shape[1], -1)).sum(2) for x in (d_key, d_value))
 
 
-def _takes_cudnn(query: Tensor) -> bool:
-    return query.dtype in HALF and query.shape[-1] <= CUDNN_WIDTH and _has_cudnn(query.device)
+def _takes_cudnn(query: Tensor, key: Tensor) -> bool:
+    """Tell whether torch itself would call cuDNN's kernel; what a user may switch at any time is asked each time."""
+    takes = query.dtype in HALF and query.shape[-1] <= CUDNN_WIDTH and min(query.shape[2], key.shape[2]) > 1
+    allowed = torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
+    return takes and allowed and _prefers_cudnn(query.device)
+
+
+def _takes_flash(query: Tensor) -> bool:
+    """The memory-efficient kernel takes what it does not."""
+    return _has_flash(query) and torch.backends.cuda.flash_sdp_enabled()
+
+
+def _has_flash(query: Tensor) -> bool:
+    return query.dtype in HALF and _capability(query.device) >= AMPERE
 
 
 @functools.cache
-def _has_cudnn(device: torch.device) -> bool:
-    """Tell whether cuDNN's attention is a GPU's fastest, as torch itself thinks from Hopper on."""
-    return torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability(device) >= (9, 0)
+def _prefers_cudnn(device: torch.device) -> bool:
+    if torch.version.hip is not None or _capability(device) not in CUDNN_GPUS:
+        return False
+    try:
+        return (torch.backends.cudnn.version() or 0) >= CUDNN_VERSION
+    except RuntimeError:  # one is loaded that torch was not built with
+        return False
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a graph is made on its GPU
+def _capability(device: torch.device) -> tuple[int, int]:
+    return _known_capability(device)
+
+
+@functools.cache
+def _known_capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def device(x: Tensor | Operand) -> str:
