@@ -316,6 +316,16 @@ def test_the_operator(geometry: str) -> None:
     close(lse, want[1], 1e-11)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unit_vectors_are_those_of_the_fold(dtype: torch.dtype) -> None:
+    """Bit for bit, without gradients as with them; a zero vector gives zero."""
+    leaves = inputs(q=70, k=70, d=16, dtype=dtype)
+    leaves[0][0, 1, 3], leaves[1][1, 0, 5] = 0, 0
+    got = hf_longattn.attention(*leaves, METHODS["cosscale"], **BANDS)
+    assert bool(got.isfinite().all())
+    assert torch.equal(got, with_gradients(hf_longattn.attention, leaves, METHODS["cosscale"], **BANDS)[0])
+
+
 # CUDA -----------------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -51,6 +52,8 @@ class BySegment:
         self.run, self.joined, self.tempered, self.product = run, joined, tempered, product
         folds = plan.fold is not None or plan.by_length is not None or plan.temper is not None
         self.fold, self.temper = plan.fold, plan.temper
+        if plan.cosine is not None and plan.keepable and not plan.trains:
+            self.fold = functools.partial(_units, plan.cosine)
         self.wide, self.runs_wide, self.widens = plan.wide, wide, wide and folds and device.type == "cpu"
         #: those of which some row may see a key: rows, and what is turned of queries and of keys
         self.segments: list[tuple[AttentionLayout, Side | None, Side | None]] = []
@@ -159,6 +162,17 @@ def _scaled(query: Tensor, factor: Tensor) -> Tensor:
     if taped or not shareable(query):
         return (query * factor[..., None]).to(query.dtype)
     return torch.mul(query, factor[..., None], out=torch.empty_like(query))
+
+
+def _units(scale: float, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
+    """The fold of a score that is scale cos(q, k), where nothing is differentiated: each side is written once, rounded."""
+    return _unit(query), _unit(key), scale
+
+
+def _unit(x: Tensor) -> Tensor:
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    norm.clamp_(min=torch.finfo(norm.dtype).tiny)  # a zero vector stays zero
+    return torch.div(x, norm, out=torch.empty_like(x))
 
 
 def _tempered(call: KernelCall, factor: Tensor) -> KernelCall:
