@@ -204,6 +204,24 @@ def test_kernels_of_a_decoded_token(case: str) -> None:
     assert of_a_layer(config)[0] - of_a_layer(None)[0] <= most
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "most"), [("cosscale", 6), ("attention_sink", 5), ("infoscale", 1)])
+def test_kernels_of_a_prompt(case: str, most: int) -> None:
+    """Beyond those of the unmodified model, by layer: where a part is all rows, its output is not copied."""
+    kernels = []
+    for config in (None, KERNELS[case][0]):
+        for layers in (1, 2):
+            m = stock("llama", num_hidden_layers=layers)
+            m = m if config is None else hf_longattn.apply(m, config)
+            with pretend.device() as device, torch.no_grad():
+                m.to("cuda", torch.bfloat16)
+                m.tie_weights()
+                device.clear()
+                prefill(m, tokens(1, LENGTH).to("cuda"))
+            kernels.append(device.kernels.total())
+    assert kernels[3] - kernels[2] - (kernels[1] - kernels[0]) <= most
+
+
 @pytest.mark.parametrize("case", crossed(KERNELS, FEW[::3]))
 def test_a_prompt(case: str) -> None:
     """Its positions are read at most; the largest tensor grows as the prompt does."""

@@ -112,7 +112,8 @@ def _output(
     """
     query, key, value, wide = _computed(value, sides)
     shape, masked = query[0].shape, False
-    if isinstance(pieces[0], list):
+    whole = isinstance(pieces[0], list) and _begins(pieces[0][:1], shape)  # then its own output and logsumexp begin
+    if isinstance(pieces[0], list) and not whole:
         out, lse = query[0].new_empty(shape, dtype=wide), query[0].new_full(shape[:3], float("-inf"), dtype=_finer(wide))
         if not _begins(pieces[0], shape):
             out.zero_()
@@ -130,7 +131,9 @@ def _output(
             result = sdpa.forward(own_query, own_key, own_value, *part.mask(own_query.device), scaling)
             new, new_lse = (part.ordered(x) for x in result)
             place = part.batch, slice(None), part.rows
-            if part.first and n == 0:
+            if whole and n == 0 and part is own[0]:
+                out, lse = new.to(wide), new_lse.to(_finer(wide))
+            elif part.first and n == 0:
                 out[place], lse[place] = new, new_lse
             else:
                 _join(out[place], lse[place], new, new_lse)
@@ -260,7 +263,8 @@ def _attend(call: KernelCall) -> Result:
     if call.with_entropy:
         top = lse.masked_fill(lse == float("-inf"), 0.0)
         entropy = (top - call.spec.scaling * (call.query.to(out.dtype) * out).sum(-1)).clamp_(min=0.0)
-    return call.query.new_zeros(0) if call.value is None else out.to(call.query.dtype), lse, entropy
+    out = call.query.new_zeros(0) if call.value is None else out.to(call.query.dtype)
+    return out.contiguous(), lse.contiguous(), entropy  # as graphs are told
 
 
 def _gradients(
