@@ -106,7 +106,7 @@ def attend(call: Call) -> Tensor:
     """`attention` for a call over rows of any geometry."""
     query, key, value, learned = call.query, call.key, call.value, call.learned
     if not torch.compiler.is_compiling() and 0 in (query.shape[0], query.shape[2], call.kv_len):
-        return finish(call.config, _nothing(call), learned)
+        return finish(call.config, call.table_cache, _nothing(call), learned)
     if call.asked not in BACKENDS:
         raise ValueError(f"unknown backend {call.asked!r}; choose one of {', '.join(BACKENDS)}")
     if call.asked == "reference" or (call.asked == "auto" and torch.onnx.is_in_onnx_export()):  # it translates no operator

@@ -170,6 +170,19 @@ class AttentionLayout:
         ids = torch.cat([self.query_ids.flatten(), self.key_ids.flatten()])
         return int(ids.max() - ids.min())
 
+    def farthest(self, kv_len: int) -> int:
+        """A bound on the distances between queries and keys; reads the device only where positions are explicit."""
+        if self.key_ids is not None and readable(self.index):
+            return self.span
+        if self.key_ids is not None or self.host.index.device.type != "cpu":
+            return kv_len + self.index.shape[1] - 1
+        known: int = self.host.once(("farthest", kv_len), lambda: self.host._farthest(kv_len))
+        return known
+
+    def _farthest(self, kv_len: int) -> int:
+        before = self.bounds.query - self.bounds.key_start  # keys
+        return max(int(before.amax()), kv_len - 1 - int(before.amin()))
+
     @functools.cached_property
     def extent(self) -> int:
         """A number of tokens that the longest text has: more than each position, and than each row sees; reads the device."""

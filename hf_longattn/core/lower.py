@@ -17,7 +17,7 @@ from .plan import AttentionPlan, LogitSpec, Operand, Segment
 from .rotary import RotationDelta
 from .stages import finish, joint_sinks
 from .tables import SHARED, TableCache
-from .tracing import keepable, readable, sent
+from .tracing import keepable, readable, sent, shareable
 
 #: An interval, by its method and its number there.
 NamedInterval = tuple[tuple[KeyIntervals, int], KeyInterval]
@@ -51,8 +51,8 @@ def lower(call: Call) -> AttentionPlan:
         cosine=None if score is None else score.cosine,
         by_length=by_length,
         temper=temper,
-        sinks=functools.partial(joint_sinks, config),
-        finish=functools.partial(finish, config),
+        sinks=functools.partial(joint_sinks, config, call.table_cache),
+        finish=functools.partial(finish, config, call.table_cache),
         learned=learned,
         model_sinks=call.sink_logits is not None,
         names={method.slot: method.name for method in config.methods},
@@ -96,14 +96,14 @@ def _segment(call: Call, intervals: tuple[NamedInterval, ...], alike: dict[Hasha
 
 
 def table_length(rows: AttentionLayout, kv_len: int) -> int:
-    """The length of tables by distance, beyond every distance in the call; from shapes alone, unless positions are explicit.
+    """The length of tables by distance: MARGIN beyond every distance in the call.
 
-    A power of two, so that calls of many lengths share tables; inside a graph, which serves any length, no longer than needed.
+    From a power of two on, so that calls of many lengths share tables; inside a graph, which serves any length, no longer than
+    needed.
     """
-    if not readable(rows.index):
+    if not (readable(rows.index) or shareable(rows.index)):
         return kv_len + rows.index.shape[1] + MARGIN  # kernels refuse distances beyond it
-    farthest = kv_len + rows.index.shape[1] - 1 if rows.key_ids is None else rows.span
-    return 1 << max(10, (farthest + MARGIN).bit_length())
+    return (1 << max(10, rows.farthest(kv_len).bit_length())) + MARGIN
 
 
 def distance_tables(
@@ -118,11 +118,11 @@ def distance_tables(
     dtype, device = torch.float64 if like.dtype == torch.float64 else torch.float32, like.device
 
     def build() -> tuple[Tensor, Tensor]:
-        with torch.inference_mode(False), torch.no_grad():  # a cached tensor must serve training too
+        with torch.no_grad():
             gain, bias = logit_map.tables(heads, length, device, strength if logit_map.blends else None)
             return gain.to(dtype), bias.to(dtype)
 
-    if strength is not None or not keepable(like):
+    if strength is not None:
         return build()
-    gain, bias = tables.get((logit_map, heads, length, device, dtype), build)
+    gain, bias = tables.beside(like, (logit_map, heads, length, device, dtype), build)
     return gain, bias

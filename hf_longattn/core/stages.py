@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import LongAttnConfig
+from .tables import TableCache
 
 
 def learned_part(learned: Mapping[str, nn.Module] | None, slot: str, x: Tensor) -> Tensor:
@@ -16,19 +17,28 @@ def learned_part(learned: Mapping[str, nn.Module] | None, slot: str, x: Tensor) 
 
 
 def joint_sinks(
-    config: LongAttnConfig, query: Tensor, learned: Mapping[str, nn.Module] | None, sink_logits: Tensor | None
+    config: LongAttnConfig,
+    tables: TableCache,
+    query: Tensor,
+    learned: Mapping[str, nn.Module] | None,
+    sink_logits: Tensor | None,
 ) -> Tensor | None:
     """The logarithm of what joins the denominators, (heads,): the config's sink and the model's own, if there are any."""
-    if config.sink is None:
+    if (sink := config.sink) is None:
         return sink_logits
-    own = config.sink.logits(query.shape[1], query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32)))
+    heads, wide = query.shape[1], torch.promote_types(query.dtype, torch.float32)
+    name = sink, heads, query.device, wide
+    (own,) = tables.beside(query, name, lambda: (sink.logits(heads, query.new_empty(0, dtype=wide)),))
     own = learned_part(learned, "sink", own)
     return own if sink_logits is None else torch.logaddexp(own, sink_logits.to(own))
 
 
-def finish(config: LongAttnConfig, output: Tensor, learned: Mapping[str, nn.Module] | None) -> Tensor:
+def finish(config: LongAttnConfig, tables: TableCache, output: Tensor, learned: Mapping[str, nn.Module] | None) -> Tensor:
     """The stages after the weighted sum of values: the output norm."""
-    if config.output_norm is None:
+    if (norm := config.output_norm) is None:
         return output
     affine = learned["output_norm"] if learned is not None and "output_norm" in learned else None
-    return config.output_norm.normalise(output, affine)
+    wide = torch.promote_types(output.dtype, torch.float32)
+    name = norm, output.device, wide
+    constants = tables.beside(output, name, lambda: norm.constants(output.new_empty(0, dtype=wide)))
+    return norm.normalise(output, affine, *constants)

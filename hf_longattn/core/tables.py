@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .tracing import keepable, shareable
 
 Tables = tuple[Tensor, ...]
 
@@ -20,6 +24,7 @@ class TableCache:
     def __init__(self, max_bytes: int = 256 << 20) -> None:
         self.max_bytes = max_bytes
         self._kept: dict[Hashable, Tables] = {}  # in the order of their last use
+        self._captured: dict[Hashable, Tables] = {}  # which CUDA graphs read for as long as they live
 
     def get(self, name: Hashable, build: Callable[[], Tables]) -> Tables:
         """build(), or what it gave under this name before."""
@@ -36,6 +41,20 @@ class TableCache:
             self._kept[name] = tables
         return tables
 
+    def beside(self, x: Tensor, name: Hashable, build: Callable[[], Tables]) -> Tables:
+        """`get` where results beside x may be kept; while a CUDA graph is captured what is kept already; else build()."""
+
+        def build_for_all() -> Tables:
+            with torch.inference_mode(False), torch.no_grad():  # what is kept must serve training too
+                return build()
+
+        if keepable(x):
+            return self.get(name, build_for_all)
+        if not shareable(x) or name not in self._kept:
+            return build()
+        self._captured[name] = self._kept[name]
+        return self._captured[name]
+
     @property
     def nbytes(self) -> int:
         return sum(map(_nbytes, list(self._kept.values())))
@@ -51,7 +70,19 @@ class TableCache:
 
 
 def _nbytes(tables: Tables) -> int:
-    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tables}.values())
+    every = [y for x in tables for y in (x, *_MADE_OF.get(x, {}).values())]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in every}.values())
+
+
+_MADE_OF: MutableMapping[Tensor, dict[Hashable, Tensor]] = WeakTensorKeyDictionary()
+
+
+def made_of(table: Tensor, name: Hashable, build: Callable[[], Tensor]) -> Tensor:
+    """build(), or what it gave for this table before: it is freed with the table, and counts among its cache's bytes."""
+    known = _MADE_OF.setdefault(table, {})
+    if name not in known:
+        known[name] = build()
+    return known[name]
 
 
 #: For calls outside of a model.

@@ -58,7 +58,13 @@ class OutputStandardise(OutputNorm):
             object.__setattr__(out, "_over_processes", heads.mean)
         return out
 
-    def normalise(self, output: Tensor, affine: nn.Module | None = None) -> Tensor:
+    def constants(self, like: Tensor) -> tuple[Tensor, ...]:
+        if (self.deviation, self.mean) == (1.0, 0.0):
+            return ()
+        deviation, mean = (torch.as_tensor(v, dtype=like.dtype, device=like.device) for v in (self.deviation, self.mean))
+        return deviation.reshape(-1, 1, 1), mean.reshape(-1, 1, 1)
+
+    def normalise(self, output: Tensor, affine: nn.Module | None = None, *constants: Tensor) -> Tensor:
         by_head = output.to(torch.promote_types(output.dtype, torch.float32)).transpose(1, 2)
         x = by_head if self.per_head else by_head.flatten(2)
         if self._over_processes is None:
@@ -71,11 +77,9 @@ class OutputStandardise(OutputNorm):
         if affine is not None:
             x = affine(x.flatten(2))
         x = x.view(by_head.shape).transpose(1, 2)
-        if (self.deviation, self.mean) != (1.0, 0.0):
-            deviation, shift = (
-                torch.as_tensor(v, dtype=x.dtype, device=x.device).reshape(-1, 1, 1) for v in (self.deviation, self.mean)
-            )
-            x = deviation * x + shift
+        if constants := constants or self.constants(x):
+            deviation, mean = constants
+            x = deviation * x + mean
         return x.to(output.dtype)
 
 

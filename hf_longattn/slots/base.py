@@ -415,7 +415,11 @@ class OutputNorm(Method, ABC):
 
     @abstractmethod
     def normalise(self, output: Tensor, affine: nn.Module | None = None) -> Tensor:
-        """Output (batch, heads, q_len, head_dim), normalised; `affine` is the learned part, if any."""
+        """Output (batch, heads, q_len, head_dim), normalised; `affine` is the learned part, if any; then come `constants`."""
+
+    def constants(self, like: Tensor) -> tuple[Tensor, ...]:
+        """What `normalise` takes beside, in the dtype and on the device of `like`: sent once, not at every token."""
+        return ()
 
     def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
         output = torch.arange(float(facts.num_heads * facts.value_dim), device="cpu")

@@ -629,6 +629,16 @@ def test_tables_are_longer_than_every_distance() -> None:
         assert table_length(rows, kv_len) >= kv_len + MARGIN
 
 
+def test_tables_are_no_longer_than_calls_share() -> None:
+    """At most twice the largest distance, on the host's rows: a prompt's is one less than its length."""
+    for kv_len in (1024, 8192, 32768):
+        for q_len in (1, kv_len):
+            rows = AttentionLayout.causal(q_len, kv_len, None, 0, torch.device("cpu"))
+            assert table_length(rows, kv_len) == kv_len + MARGIN
+    beyond = AttentionLayout.causal(2, 1024, 1024, 0, torch.device("cpu"))  # queries behind the keys
+    assert table_length(beyond, 1024) == 2048 + MARGIN
+
+
 def test_a_kernel_is_a_file_and_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked in its turn, picked where it can, refused by name with its reason, and handed each segment."""
     seen: list[tuple[bool, bool]] = []

@@ -16,6 +16,7 @@ from cases import CASES, LAYERS
 from helpers import close, crossed, spread, stock, tokens
 from torch import Tensor
 from transformers import PreTrainedModel
+from watched import Operators
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation
@@ -25,8 +26,9 @@ from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.core.kernels import programs, triton
 from hf_longattn.core.kernels.kernel import KernelCall
 from hf_longattn.core.kernels.triton import TileSizes, why_not_triton
-from hf_longattn.core.lower import distance_tables
+from hf_longattn.core.lower import distance_tables, table_length
 from hf_longattn.core.plan import LogitSpec
+from hf_longattn.core.tables import TableCache
 
 pytestmark = pytest.mark.skipif(triton.triton is None, reason="triton is not installed")
 CPU = torch.device("cpu")
@@ -238,6 +240,27 @@ def test_compiled_calls_know_where_polynomials_serve() -> None:
     gain, bias = distance_tables(config.logit_map, 2, 4096, torch.zeros(1))
     traced = torch.compile(triton._fits, backend="eager", fullgraph=True)(gain, bias, False)
     close(traced, triton._cached_fits(gain, bias, False), 1e-6)
+
+
+def test_polynomials_serve_prompts_of_every_length_and_count_among_a_models_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table by table_length is long enough for them; fitting many heads launches no more than fitting one."""
+    config, cache, taken = LongAttnConfig.preset("scale_invariant"), TableCache(), []
+    monkeypatch.setattr(triton, "_run", lambda call: taken.append(call.spec.polynomials))
+    assert config.logit_map is not None
+    query, key, value = inputs(b=1, h=2, q=1024, k=1024, d=16, dtype=torch.float32)
+    rows = AttentionLayout.causal(1024, 1024, None, 0, CPU)
+    gain, bias = distance_tables(config.logit_map, 2, table_length(rows, 1024), query, cache)
+    triton.run(KernelCall(query, key, value, rows, LogitSpec(0.7, gain=gain, bias=bias)))
+    (records,) = taken
+    assert gain.shape[1] < 1400
+    assert records.shape[1] * triton._STEP > 1024 + triton._REACH
+    assert cache.nbytes == sum(x.numel() * 4 for x in (gain, bias, records))
+    launched = []
+    for heads in (1, 8):
+        with Operators() as seen:
+            triton._fits(gain.repeat(heads, 1), bias.repeat(heads, 1), False)
+        launched.append(seen.ran.total())
+    assert launched[1] <= launched[0]
 
 
 def test_a_gap_between_keys_and_queries() -> None:

@@ -186,6 +186,37 @@ def test_a_decoded_token(case: str) -> None:
     assert of_a_token(config, 2, holes=True)[1] <= 1
 
 
+@pytest.mark.parametrize(("method", "numbers"), [("attention_sink", ["logit"]), ("output_standardise", ["deviation", "mean"])])
+def test_numbers_by_layer_and_head_are_sent_once(method: str, numbers: list[str]) -> None:
+    """Not at every token, in each layer: the host would wait for the device."""
+
+    def copies(layers: int) -> int:
+        heads = stock("llama").config.num_attention_heads
+        nest = tuple(tuple(1 + 0.1 * layer + 0.01 * head for head in range(heads)) for layer in range(layers))
+        return of_a_token(preset(method, **dict.fromkeys(numbers, nest)), layers)[2]
+
+    assert copies(1) == copies(3)
+
+
+@pytest.mark.parametrize("case", ["alibi", "calibrated", "attention_sink", "normed"])
+def test_a_captured_graph_copies_nothing_from_the_host(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the same call has run: a copy that the host waits for ends the capture."""
+    m = stock("llama", num_hidden_layers=1)
+    heads = m.config.num_attention_heads
+    nest = (tuple(1 + 0.1 * head for head in range(heads)),)
+    norm = preset("output_standardise", deviation=nest)
+    config = {"calibrated": preset("scale_invariant", logit_variance=nest), "normed": norm}.get(case) or preset(case)
+    with pretend.device() as device, torch.no_grad():
+        hf_longattn.apply(m, config).to("cuda", torch.bfloat16)
+        ids = tokens(1, 40).to("cuda")
+        m(ids, use_cache=False)
+        device.clear()
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        m(ids, use_cache=False)
+    assert not of_layers(device.reads)
+    assert not [at for at in device.copies if at.startswith(("core/", "methods/"))]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["infoscale", "rerope"])
 def test_a_static_cache(case: str) -> None:

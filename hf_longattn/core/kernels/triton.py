@@ -15,15 +15,15 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..geometry import AttentionLayout
 from ..plan import Operand
+from ..tables import made_of
 from . import operators, programs, sdpa, tiles
 from .by_segment import BySegment
 from .kernel import MARGIN, Kernel, KernelCall, KernelFailure, Result
@@ -52,7 +52,7 @@ def run(call: KernelCall) -> Result:
     query, spec, rows = call.query, call.spec, call.rows
     gain, bias = spec.gain, spec.bias
     smooth = rows.key_ids is None and rows.allowed is None
-    if gain is not None and bias is not None and smooth and gain.shape[-1] >= call.kv_len + query.shape[2] + MARGIN:
+    if gain is not None and bias is not None and smooth and gain.shape[-1] >= call.kv_len + MARGIN:
         fits = _fits if torch.compiler.is_compiling() else _cached_fits
         spec = dataclasses.replace(spec, polynomials=fits(gain, bias, query.dtype != torch.float32))
     seed = torch.randint(1 << 62, (), device=query.device) if call.dropout else None
@@ -91,10 +91,13 @@ def _fits(gain: Tensor, bias: Tensor, half: bool) -> Tensor:
     heads = max(gain.shape[0], bias.shape[0])
     columns, starts = [], []
     for degree in (1, 2, 3):
-        limits = []
+        limits, (nodes, inverse) = [], _FITS[degree]
+        wide = gain.new_empty(0, dtype=torch.float64)  # filled there: a copy of the host's would fail in a CUDA graph
+        solve = torch.stack([wide.new_full((), x) for row in inverse for x in row]).view(degree + 1, -1)
         for table, miss in zip((gain, bias), _MISSES[half], strict=True):
-            coefficients, limit = zip(*(_fitted(row, degree, miss) for row in table.unbind(0)), strict=True)
-            columns.append(torch.stack(coefficients).expand(heads, -1, -1))
+            parts = (table,) if torch.compiler.is_compiling() else table.split(max(1, _TOGETHER // table.shape[-1]))
+            coefficients, limit = zip(*(_fitted(part, nodes, solve, miss) for part in parts), strict=True)
+            columns.append(torch.cat(coefficients).expand(heads, -1, -1))
             limits.append(torch.stack(limit).amax())
         starts.append(torch.maximum(*limits))
     records = torch.cat(columns, -1)
@@ -106,31 +109,30 @@ def _fits(gain: Tensor, bias: Tensor, half: bool) -> Tensor:
 _before = -(-_REACH // _STEP)  # the first centre whose distances are all in the table
 
 
-def _fitted(row: Tensor, degree: int, miss: float) -> tuple[Tensor, Tensor]:
-    """Coefficients by centre, from `_before` on, and the centre from which on they miss the row by no more than that."""
-    nodes, inverse = _FITS[degree]
-    windows = row.double()[_before * _STEP - _REACH :].unfold(0, 2 * _REACH + 1, _STEP)
-    rounding = 4 * torch.finfo(row.dtype).eps * row.abs().amax()  # the table's own
-    solve = windows.new_tensor(inverse)
-    coefficients = torch.stack([windows[:, n] for n in nodes], -1) @ solve
-    x = torch.arange(-_REACH, _REACH + 1, device=row.device, dtype=torch.float64)
-    fit = coefficients[:, -1:].expand(-1, len(x))
-    for power in reversed(range(degree)):
-        fit = fit * x + coefficients[:, power, None]
-    bad = (fit - windows).abs().amax(1) > miss + rounding
-    number = torch.arange(_before, _before + len(bad), device=row.device)
+#: Entries of tables that are fitted at a time: 136 bytes for each, as 2 * _REACH / _STEP float64.
+_TOGETHER = 3 << 19
+
+
+def _fitted(table: Tensor, nodes: list[int], solve: Tensor, miss: float) -> tuple[Tensor, Tensor]:
+    """Coefficients by row and centre, from `_before` on, and the centre from which on they miss no row by more than that."""
+    windows = table.double()[:, _before * _STEP - _REACH :].unfold(1, 2 * _REACH + 1, _STEP)
+    rounding = 4 * torch.finfo(table.dtype).eps * table.abs().amax(1)[:, None]  # the table's own
+    coefficients = torch.stack([windows[..., n] for n in nodes], -1) @ solve
+    x = torch.arange(-_REACH, _REACH + 1, device=table.device, dtype=torch.float64)
+    fit = coefficients[..., -1:] * x + coefficients[..., -2, None]
+    for power in reversed(range(len(nodes) - 2)):
+        fit = fit.mul_(x).add_(coefficients[..., power, None])
+    bad = (fit.sub_(windows).abs_().amax(2) > miss + rounding).any(0)
+    number = torch.arange(_before, _before + len(bad), device=table.device)
     return coefficients, torch.where(bad, number + 1, _before).amax()
 
 
-_FITS_OF: MutableMapping[Tensor, dict[bool, Tensor]] = WeakTensorKeyDictionary()  # a gain's, and so its bias's
-
-
 def _cached_fits(gain: Tensor, bias: Tensor, half: bool) -> Tensor:
-    known = _FITS_OF.setdefault(gain, {})
-    if half not in known:
+    def build() -> Tensor:
         with torch.inference_mode(False), torch.no_grad():  # it must serve training too
-            known[half] = _fits(gain, bias, half)
-    return known[half]
+            return _fits(gain, bias, half)
+
+    return made_of(gain, ("polynomials", half), build)
 
 
 # Which tiles ---------------------------------------------------------------------------------------------------------

@@ -53,6 +53,6 @@ def attention(original: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tupl
             query = (query * factor[..., None]).to(key.dtype)
         out, weights = original(module, query, key, value, attention_mask, scaling=scale, **kwargs)
         split = out.reshape(len(query), query.shape[2], heads, -1).transpose(1, 2)  # vLLM's is (tokens, heads * head_dim)
-        return finish(config, split, learned).transpose(1, 2).reshape(out.shape), weights
+        return finish(config, part.tables, split, learned).transpose(1, 2).reshape(out.shape), weights
 
     return forward
