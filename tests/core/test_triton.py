@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import subprocess
 import sys
@@ -313,6 +314,35 @@ def test_gradients_of_a_part_that_does_not_compile(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(triton, "_warn", lambda _: None)
     for got, exact in zip(triton.gradients(call, *given)[:3], want[:3], strict=True):
         close(got, exact, 2e-5)
+
+
+def test_grids_of_large_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's grids end at 65,535 but on their first axis."""
+    grids: dict[str, tuple[int, ...]] = {}
+
+    class Kernel:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids[self.name] = grid
+            return lambda *_, **__: None
+
+    for module, names in ((triton, ("forward", "query", "ranges", "key")), (programs, ("scores", "turn", "join"))):
+        for name in names:
+            monkeypatch.setattr(module.kernels, f"{name}_kernel", Kernel(name))
+    batch, heads = 1 << 16, 2
+    x = torch.empty(1, 1, 3, 16).expand(batch, heads, -1, -1)
+    rows = AttentionLayout(AttentionLayout.causal(3, 3, None, 0, CPU).index.expand(batch, -1, -1))
+    call = KernelCall(x, x, x, rows, LogitSpec(0.7), with_lse=True)
+    out, lse, entropy = triton._forward(call)
+    triton.gradients(call, out, None, None, out, lse, entropy)
+    programs.scores(x[:, :, :1], x, [programs.DeviceSegment(rows.packed(CPU), *[None] * 5)], call.spec, 0.7, None, False, None)
+    programs.turned(x, *[torch.empty(1, 3, 1, 8)] * 2, (0, 8, False), None)
+    programs.join(out, lse, out, lse)
+    assert len(grids) == 7
+    assert all(math.prod(grid) == batch * (1 if name == "ranges" else heads) for name, grid in grids.items())
+    assert all(max(grid[1:], default=1) <= 65535 for grid in grids.values())
 
 
 @pytest.mark.parametrize("limit", [232448, 166912, 101376])

@@ -182,7 +182,7 @@ def _launches(
     group, room = heads // kv_heads, _room(kv_len)
     most, columns = _tile(width, query.dtype)
     rows = min(max(16, 1 << (q_len * group - 1).bit_length()), most)
-    grid = -(-room // columns), batch * kv_heads, -(-q_len * group // rows)
+    grid = -(-room // columns) * batch * kv_heads, -(-q_len * group // rows)
     x = None if row_scale is None else row_scale.expand(batch, heads, q_len)
     constants = {
         **{"HEADS": heads, "GROUP": group, "ROWS": rows, "COLUMNS": columns, "D": width},
@@ -277,7 +277,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, features: Features, at: slice | 
         out[:, :, : at.start], out[:, :, at.stop :] = 0.0, 0.0
     strides = *own.stride()[:3], *into.stride()[:3], *(_stride(cos, d) for d in range(3))
     _launch(
-        "turn_kernel", (-(-length // block), batch * heads), own, into, cos, sin, *strides, length,
+        "turn_kernel", (-(-length // block) * batch * heads,), own, into, cos, sin, *strides, length,
         HEADS=heads, GROUP=heads // cos.shape[2], D=width, DP=max(16, 1 << (width - 1).bit_length()), BLOCK=block,
         FIRST=first, PAIRS=pairs, INTERLEAVED=interleaved, num_warps=4,
     )  # fmt: skip
@@ -290,7 +290,7 @@ def join(out: Tensor, lse: Tensor, new: Tensor, new_lse: Tensor) -> None:
     (batch, heads, length, width), block = out.shape, 32
     strides = [*out.stride()[:3], *lse.stride(), *new.stride()[:3], *new_lse.stride()]
     _launch(
-        "join_kernel", (-(-length // block), batch * heads), out, lse, new, new_lse, *strides, length,
+        "join_kernel", (-(-length // block) * batch * heads,), out, lse, new, new_lse, *strides, length,
         HEADS=heads, D=width, DP=max(16, 1 << (width - 1).bit_length()), BLOCK=block, num_warps=4,
     )  # fmt: skip
 

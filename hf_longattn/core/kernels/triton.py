@@ -349,7 +349,7 @@ def _forward(call: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
     (tensors, strides), numbers = _inputs(call, lse), _factors(call)
 
     def launch(tile: TileSizes, constants: dict[str, Any]) -> None:
-        kernels.forward_kernel[triton.cdiv(q_len, tile.rows), batch * heads](
+        kernels.forward_kernel[(triton.cdiv(q_len, tile.rows) * batch * heads,)](
             query, key, key if value is None else value, out, lse, entropy, *tensors, *strides, q_len, key.shape[2],
             *numbers[:2], call.dropout, _share(call.dropout), call.spec.sinks, **constants,
         )  # fmt: skip
@@ -384,7 +384,7 @@ def gradients(
     constants = _constants(call, d_entropy is not None)
 
     def by_rows(tile: TileSizes, constants: dict[str, Any]) -> None:
-        kernels.query_kernel[triton.cdiv(q_len, tile.rows), batch * heads](
+        kernels.query_kernel[(triton.cdiv(q_len, tile.rows) * batch * heads,)](
             *vectors, out, d_query, d_row_scale, d_bias_scale, lse, by_row[0], delta, entropy, by_row[1],
             *tensors, *strides, *do.stride()[:3], q_len, kv_len, *scalars, HAS_DLSE=d_lse is not None, **constants,
         )  # fmt: skip
@@ -393,10 +393,10 @@ def gradients(
         index, count = tensors[0], triton.cdiv(kv_len, tile.columns)
         ranges = torch.empty((index.shape[0], count, 4), dtype=torch.int32, device=query.device)
         stride, mapped = _strides(index)[0], spec.gain is not None
-        kernels.ranges_kernel[count, len(ranges)](
+        kernels.ranges_kernel[(count * len(ranges),)](
             index, ranges, stride, q_len, kv_len, spec.sinks, MAP=mapped, ROWS=tile.rows, COLUMNS=tile.columns, CHUNK=1024
         )
-        kernels.key_kernel[count, batch * kv_heads](
+        kernels.key_kernel[(count * batch * kv_heads,)](
             *vectors, d_key, d_value, ranges, lse, delta, entropy, by_row[1], *tensors, *strides, *do.stride()[:3],
             _strides(ranges)[0], q_len, kv_len, *scalars, **constants,
         )  # fmt: skip

@@ -26,6 +26,13 @@ STEP, RECORD = tl.constexpr(16), tl.constexpr(18)
 
 
 @triton.jit
+def place(blocks, HEADS: tl.constexpr):
+    """This program's block, batch entry and head; blocks follow each other. All on one axis: others end at 65,535."""
+    program = tl.program_id(0)
+    head = program // blocks
+    return program % blocks, (head // HEADS).to(tl.int64), (head % HEADS).to(tl.int64)
+
+@triton.jit
 def _rows(Index, row, there, N):
     """Own column, column where the sequence starts, first and last visible column; rows that are not there see nothing."""
     at = Index + row.to(tl.int64) * WIDTH
@@ -185,8 +192,9 @@ def forward_kernel(
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Output, logsumexp and entropy of one block of rows of a head; the last blocks, which see most, begin first."""
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    b, h = (tl.program_id(1) // HEADS).to(tl.int64), (tl.program_id(1) % HEADS).to(tl.int64)
+    blocks = tl.cdiv(M, ROWS)
+    block, b, h = place(blocks, HEADS)
+    block = blocks - 1 - block
     r, e = tl.arange(0, ROWS), tl.arange(0, EP)
     row = block * ROWS + r
     there = row < M
@@ -316,8 +324,9 @@ def query_kernel(
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):
     """The gradients of one block of rows of a head: of queries and row factors; and Delta, for `key_kernel`."""
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    b, h = (tl.program_id(1) // HEADS).to(tl.int64), (tl.program_id(1) % HEADS).to(tl.int64)
+    blocks = tl.cdiv(M, ROWS)
+    block, b, h = place(blocks, HEADS)
+    block = blocks - 1 - block
     r, d = tl.arange(0, ROWS), tl.arange(0, DP)
     row = block * ROWS + r
     there = row < M
@@ -393,7 +402,8 @@ def ranges_kernel(
 
     Where there is a map, only where the rows lie as far apart as they are numbered.
     """
-    block, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    blocks = tl.cdiv(N, COLUMNS)
+    block, b, _ = place(blocks, 1)
     Index += b * stride_ib
     begin = block * COLUMNS
     end = tl.minimum(begin + COLUMNS, N) - 1
@@ -414,7 +424,7 @@ def ranges_kernel(
         most = tl.minimum(most, tl.min(tl.where(there & (kept > begin), row, M)))
     first = first // ROWS * ROWS
     a = tl.maximum(tl.cdiv(least, ROWS) * ROWS, first)
-    Ranges += (b * tl.num_programs(0) + block) * 4
+    Ranges += (b * blocks + block) * 4
     tl.store(Ranges, first)
     tl.store(Ranges + 1, a)
     tl.store(Ranges + 2, tl.maximum(most // ROWS * ROWS, a))
@@ -485,8 +495,8 @@ def key_kernel(
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):
     """The gradients of one block of keys and values, summed over the heads that share them."""
-    block, kv_heads = tl.program_id(0), HEADS // GROUP
-    b, kv_head = (tl.program_id(1) // kv_heads).to(tl.int64), (tl.program_id(1) % kv_heads).to(tl.int64)
+    kv_heads: tl.constexpr = HEADS // GROUP
+    block, b, kv_head = place(tl.cdiv(N, COLUMNS), kv_heads)
     n, d, e = tl.arange(0, COLUMNS), tl.arange(0, DP), tl.arange(0, EP)
     k0 = block * COLUMNS
     there = k0 + n < N

@@ -8,7 +8,7 @@ Sizes are in capitals, as Triton's are. The columns of `Index` are those of `geo
 import triton
 import triton.language as tl
 
-from .triton_kernels import HIGH, KEY_START, LOW, QUERY, START, WIDTH
+from .triton_kernels import HIGH, KEY_START, LOW, QUERY, START, WIDTH, place
 
 
 @triton.jit
@@ -47,10 +47,10 @@ def scores_kernel(
     A row of logits has room for `width` keys, of which those from N on are none. FILL: hidden pairs are written too; else they
     keep what another segment's keys gave.
     """
-    kv_heads = HEADS // GROUP
-    b, h = (tl.program_id(1) // kv_heads).to(tl.int64), (tl.program_id(1) % kv_heads).to(tl.int64)
-    r = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    kv_heads: tl.constexpr = HEADS // GROUP
+    block, b, h = place(tl.cdiv(width, COLUMNS), kv_heads)
+    r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    c = block * COLUMNS + tl.arange(0, COLUMNS)
     d = tl.arange(0, DP)
     exists, within = r < M * GROUP, c < N
     row, head = r % M, tl.where(exists, h * GROUP + r // M, 0)
@@ -167,8 +167,8 @@ def turn_kernel(
     FIRST: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):
     """Vectors turned by their angles, a block of one head at a time."""
-    b, h = (tl.program_id(1) // HEADS).to(tl.int64), (tl.program_id(1) % HEADS).to(tl.int64)
-    n, d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DP)
+    block, b, h = place(tl.cdiv(N, BLOCK), HEADS)
+    n, d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DP)
     there = n < N
     at = b * stride_xb + h * stride_xh + n * tl.cast(stride_xn, tl.int64)
     inside = there[:, None] & (d < D)[None, :]
@@ -185,8 +185,8 @@ def join_kernel(
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Join output and logsumexp over some keys, in place, with those over others."""
-    b, h = (tl.program_id(1) // HEADS).to(tl.int64), (tl.program_id(1) % HEADS).to(tl.int64)
-    n, d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DP)
+    block, b, h = place(tl.cdiv(N, BLOCK), HEADS)
+    n, d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DP)
     there = n < N
     lse_at = Lse + b * stride_lb + h * stride_lh + n * stride_ln
     old = tl.load(lse_at, mask=there, other=0.0)
