@@ -72,9 +72,9 @@ class AttentionLayout:
         return rows
 
     def _moved(self, device: torch.device) -> AttentionLayout:
-        names = ("index", "allowed", "query_ids", "key_ids", "query_axes", "key_axes")
+        names = ("allowed", "query_ids", "key_ids", "query_axes", "key_axes")
         moved: dict[str, Any] = {n: None if (x := getattr(self, n)) is None else sent(x, device) for n in names}
-        copy = AttentionLayout(**moved)
+        copy = AttentionLayout(sent(self.index.contiguous(), device), **moved)  # as kernels read it
         copy._known["host"] = weakref.ref(self)  # weakly, since these rows keep their copy
         return copy
 

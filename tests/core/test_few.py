@@ -18,7 +18,7 @@ from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.core.kernels import few, few_cuda, programs
 from hf_longattn.core.kernels.rotate import rotate
 from hf_longattn.core.lower import lower
-from hf_longattn.core.plan import ReadyPlan
+from hf_longattn.core.plan import Operand, ReadyPlan
 from hf_longattn.core.reference import dense_attention
 
 pytestmark = pytest.mark.skipif(programs.triton is None, reason="triton is not installed")
@@ -139,5 +139,8 @@ def test_a_failure_of_the_compiler_is_told_once_and_others_compute(monkeypatch: 
     with pytest.warns(UserWarning, match="Triton failed at scores_kernel: RuntimeError: out of resource") as told:
         got = [hf_longattn.attention(query, key, value, config) for _ in range(2)]
     assert len(told) == 1
+    others = Operand(query.shape, query.dtype, torch.device("cuda", 1))
+    assert programs.why_not(query) is not None
+    assert programs.why_not(others) is None
     for out in got:
         close(out, hf_longattn.reference_attention(query, key, value, config))

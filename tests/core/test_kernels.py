@@ -623,6 +623,12 @@ def test_a_score_whose_scaling_goes_by_the_keys_is_each_layer_s_own(backend: str
         close(*(attend(dataclasses.replace(call, backend=name)) for name in (backend, "reference")), 1e-10)
 
 
+def test_rows_lie_in_one_piece_where_they_are_moved() -> None:
+    """A kernel would copy them in each layer."""
+    rows = AttentionLayout.causal(5, 29, None, 0, torch.device("cpu"))
+    assert rows.on(torch.device("meta")).index.is_contiguous()
+
+
 def test_tables_are_longer_than_every_distance() -> None:
     for kv_len in (5, 990, 1000, 1010, 1023, 1024, 2040):
         rows = AttentionLayout.causal(2, kv_len, None, 0, torch.device("cpu"))

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from hf_longattn.core.tables import TableCache
 pytestmark = pytest.mark.skipif(triton.triton is None, reason="triton is not installed")
 CPU = torch.device("cpu")
 triton_attention = by_options(triton.run)
+candidates = triton._candidates
 IN_A_MODEL = ("scale_invariant", "sinks", "calibrated", "alibi", "adaptive_temperature", "mapped+adaptive", "rerope")
 IN_A_MODEL += ("streaming+adaptive", "attention_sink_learned", "softmax_plus")
 
@@ -314,6 +316,23 @@ def test_gradients_of_a_part_that_does_not_compile(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(triton, "_warn", lambda _: None)
     for got, exact in zip(triton.gradients(call, *given)[:3], want[:3], strict=True):
         close(got, exact, 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("capability", "whole"), [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)]
+)
+def test_tiles_where_products_are_held_in_registers(
+    capability: tuple[int, int], whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 x 64 with 4 warps would spill 1,300 bytes a thread there (an A100, an RTX 4090, an RTX 5090)."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    triton._has_warp_groups.cache_clear()
+    query: Any = SimpleNamespace(shape=(1, 2, 64, 128), dtype=torch.bfloat16, device=torch.device("cuda", 0))
+    for kernel, value in (("forward", query), ("forward", None), ("query", query)):
+        found = candidates(kernel, query, value)
+        assert (found[0] == TileSizes(128, 32, 8, 2)) != whole
+        assert any(tile.least(kernel, 128, 2) <= 101376 for tile in found)
+    triton._has_warp_groups.cache_clear()
 
 
 def test_grids_of_large_batches(monkeypatch: pytest.MonkeyPatch) -> None:

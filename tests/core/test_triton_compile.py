@@ -19,8 +19,8 @@ pytestmark = [
     ),
 ]
 SHARED = {90: 232448, 80: 166912, 89: 101376}
-#: A forward call with gradients launches four programs; a decoded token's three.
-LAUNCHES = {"few": 3, "few, turned": 3, "few, map, softcap, masked": 3}
+#: A forward call with gradients launches four programs; a decoded token's five.
+LAUNCHES = {"few": 5, "few, turned": 5, "few, map, softcap, masked": 5}
 
 
 CASES = [(90, "bfloat16", head_dim, call) for head_dim in (64, 128) for call in ("map", "few, turned")]
@@ -43,3 +43,5 @@ def test_kernels_compile() -> None:
     assert all(row["shared"] <= SHARED[row["target"]] for row in rows)
     few = [row for row in rows if row["kernel"] == "scores_kernel"]
     assert all(row["stack"] < 256 for row in few), few  # of the others some spill, and were fastest all the same
+    in_registers = [row for row in rows if row["target"] < 90]
+    assert all(row["stack"] < 400 for row in in_registers), in_registers  # there all is in registers

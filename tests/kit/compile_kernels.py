@@ -27,8 +27,8 @@ from hf_longattn.core.kernels import triton as launcher
 from hf_longattn.core.kernels.kernel import KernelCall
 from hf_longattn.core.plan import LogitSpec
 
-#: Shared memory that a program may have, by target: an H100's, an A100's, an RTX 4090's.
-SHARED = {90: 232448, 80: 166912, 89: 101376}
+#: Shared memory that a program may have, by target: an H100's, an A100's, an RTX 4090's, an RTX 5090's.
+SHARED = {90: 232448, 80: 166912, 89: 101376, 120: 101376}
 
 
 class Driver:
@@ -104,7 +104,9 @@ def decoding(dtype: torch.dtype, head_dim: int, options: dict[str, Any]) -> None
     interval = programs.DeviceSegment(torch.zeros(1, rows, 5, dtype=torch.int32), mask, None, None, *turns)
     table = torch.ones(1, 8192) if options.get("map") else None
     spec, layout = LogitSpec(0.1, options.get("softcap"), table, table), (0, head_dim // 2, False)
-    programs.scores(query, key, [interval], spec, 0.1, None, options.get("normed", False), layout)
+    logits = programs.scores(query, key, [interval], spec, 0.1, None, options.get("normed", False), layout)
+    programs.entropies(logits)
+    programs.weights(logits, logits.new_ones(logits.shape[:3]), logits.new_ones(32), dtype)
     programs.turned(key, cos[1], cos[1], layout, None)
     programs.join(key, torch.ones(1, 8, n), key, torch.ones(1, 8, n))
 
@@ -139,13 +141,13 @@ def main() -> None:
     warnings.filterwarnings("error", message="Triton (cannot|failed)")  # ours; it has warnings of its own
     failed, report = 0, list[dict[str, Any]]()
     compiled = [(launcher.kernels, f"{name}_kernel") for name in ("forward", "query", "key", "ranges")]
-    compiled += [(programs.kernels, f"{name}_kernel") for name in ("scores", "turn", "join")]
-    own, candidates = {name: getattr(module, name) for module, name in compiled}, launcher._candidates
+    compiled += [(programs.kernels, f"{name}_kernel") for name in ("scores", "entropies", "weights", "turn", "join")]
+    own = {name: getattr(module, name) for module, name in compiled}
 
     for target, group in itertools.groupby(cases, key=lambda case: case[0]):
         triton.runtime.driver.set_active(Driver(target))
         launcher._shared_memory = lambda device, limit=SHARED[target]: limit
-        launcher._candidates = candidates if target >= 90 else lambda *x: launcher.small_first(x[0], candidates(*x))
+        launcher._has_warp_groups = lambda device, major=target // 10: major in (9, 10)
         for module, name in compiled:
             setattr(module, name, Compiled(own[name], target, report))
         for _, dtype, head_dim, call in group:

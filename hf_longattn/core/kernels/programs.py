@@ -26,7 +26,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 def why_not(x: Tensor | Operand) -> str | None:
     """The reason why these programs cannot compute with such tensors, or None."""
-    return next(iter(_BROKEN.values())) if _BROKEN else why_not_triton(x)
+    return next((why for (_, device), why in _BROKEN.items() if device == x.device), None) or why_not_triton(x)
 
 
 def why_not_triton(x: Tensor | Operand) -> str | None:
@@ -42,8 +42,8 @@ def why_not_triton(x: Tensor | Operand) -> str | None:
     return None
 
 
-#: The compiler's message for each program that it failed at, which is not tried again.
-_BROKEN: dict[str, str] = {}
+#: The compiler's message for each program and device that it failed at, which is not tried again.
+_BROKEN: dict[tuple[str, torch.device], str] = {}
 
 
 def _launch(name: str, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -52,9 +52,9 @@ def _launch(name: str, grid: tuple[int, ...], *arguments: Any, **constants: Any)
     Raises:
         KernelFailure: it cannot be compiled or loaded; the first time with a warning.
     """
-    if name in _BROKEN:
-        raise KernelFailure(_BROKEN[name])
     kernel, device = getattr(kernels, name)[grid], arguments[0].device
+    if (why := _BROKEN.get((name, device))) is not None:
+        raise KernelFailure(why)
     try:
         if device.type != "cuda" or device.index == torch.cuda.current_device():
             kernel(*arguments, **constants)
@@ -64,9 +64,9 @@ def _launch(name: str, grid: tuple[int, ...], *arguments: Any, **constants: Any)
     except Exception as error:
         if not before_launch(error):
             raise
-        _BROKEN[name] = f"Triton failed at {name}: {type(error).__name__}: {str(error)[:500]}"
-        warnings.warn(f"{_BROKEN[name]}; slower kernels take its place in this process", stacklevel=2)
-        raise KernelFailure(_BROKEN[name]) from error
+        why = _BROKEN[name, device] = f"Triton failed at {name}: {type(error).__name__}: {str(error)[:500]}"
+        warnings.warn(f"{why}; slower kernels take its place on {device} in this process", stacklevel=2)
+        raise KernelFailure(why) from error
 
 
 def before_launch(error: Exception) -> bool:
