@@ -54,7 +54,7 @@ def plan_key(
     trains: bool = False,
 ) -> Hashable:
     """A key: calls over the same rows with equal keys share a plan. method_id stands for config and rotation."""
-    shapes = query.shape, key.shape, value.shape[3], query.dtype
+    shapes = query.shape, key.shape, value.shape[3], query.dtype, query.device
     return method_id, shapes, scaling, softcap, tuple(learned or ()), sinks is None, dropout, trains
 
 

@@ -61,6 +61,7 @@ class ForwardContext:
     ones: int | None = None  # see `CacheRecord`
     after: Numbering | None = None  # the numbering of the keys in the cache after the pass
     kept: dict[Any, Any] = field(default_factory=dict)  # facts that `engines` keep for all layers
+    layouts: dict[Any, Any] = field(default_factory=dict)  # device and `MaskContext` of its layout masks by shape and number
     thread: int = 0  # the identifier of the one that runs it
 
     @property

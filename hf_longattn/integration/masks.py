@@ -32,6 +32,7 @@ from ..core.geometry import FAR, AttentionLayout
 from ..core.kernels.kernel import FEW_QUERIES
 from ..core.tracing import readable, sent
 from .config_records import before, raw_section
+from .forward_context import current_pass
 from .internals import MaskInterval, interval_of
 
 INDEX_WIDTH = 6
@@ -60,10 +61,16 @@ class BaseAttention:
     def __init__(self, implementation: str, arguments: dict[str, Any]) -> None:
         self.implementation, self.arguments = implementation, arguments
         self._functions: dict[type, Any] = {}
+        self._masks: dict[torch.device, Any] = {}
+
+    def mask(self, device: torch.device) -> Any:
+        """Its mask, made once for all layers of a device."""
+        if device not in self._masks:
+            self._masks[device] = self._made if self._made is None else self._made.to(device)
+        return self._masks[device]
 
     @functools.cached_property
-    def mask(self) -> Any:
-        """Its mask, made once for all layers."""
+    def _made(self) -> Any:
         return ALL_MASK_ATTENTION_FUNCTIONS[self.implementation](**self.arguments)
 
     def function(self, module: Any) -> Any:
@@ -79,7 +86,7 @@ class MaskContext:
     Args:
         base: the attention that the model had before, with the arguments of the call that made this layout mask; None: the
             mask is the user's own.
-        host: the layout mask as the host made it; None: it was made on the device.
+        host: the layout mask as the host made it; None: it was made on a GPU.
         forward_pass: the pass in which its layers were called; a backward pass that computes them again finds it here.
     """
 
@@ -185,13 +192,27 @@ def layout_mask(
             on_host = None
         given = on_host or shared
         layout = _pairs(functools.partial(pairs, **given), windowed, **given)
-    host = None if on_host is None else layout
-    layout = sent(layout, torch.device(device))
+    made, layout = layout, sent(layout, torch.device(device))
     if readable(layout):
         static = {k: x.clone() for k, x in shared.items() if k.endswith("offset") and isinstance(x, Tensor)}  # caches count on
         arguments = {**shared, **static, **kwargs, "config": config, "local_size": local_size}
-        layout.__dict__["_longattn"] = MaskContext(BaseAttention(own_implementation(config), arguments), host=host)
+        host = made.detach() if made.device.type == "cpu" else None  # what keeps its own mask would outlive it
+        context = MaskContext(BaseAttention(own_implementation(config), arguments), host=host)
+        layout = layout if host is None else _numbered(layout, context)
+        layout.__dict__["_longattn"] = context
     return layout
+
+
+def _numbered(mask: Tensor, context: MaskContext) -> Tensor:
+    """Give a mask a number in its pass that its copies on other devices have too, and note its state there.
+
+    The number is the stride of the dimension of length 1: PyTorch copies strides, and they decide nothing there.
+    """
+    forward_pass = current_pass()
+    if forward_pass is None or (number := 1 + len(forward_pass.layouts)) >= INDEX_WIDTH:  # other masks' strides begin there
+        return mask
+    forward_pass.layouts[mask.shape, number] = mask.device, context
+    return mask.as_strided(mask.shape, (mask.stride(0), number, *mask.stride()[2:]))
 
 
 def _knows_no_tensor(mask_function: Callable[..., Any]) -> bool:
@@ -342,6 +363,17 @@ def context_of(mask: Tensor) -> MaskContext:
 def existing_context(mask: Tensor) -> MaskContext | None:
     """Return the state that is kept with a mask; None: there is none yet."""
     context: MaskContext | None = mask.__dict__.get("_longattn")
+    return _context_of_original(mask) if context is None else context
+
+
+def _context_of_original(mask: Tensor) -> MaskContext | None:
+    """Return the state of the mask of which this is a copy on another device, as accelerate makes one for each layer there."""
+    if not is_layout_mask(mask) or mask.ndim != 4 or (forward_pass := current_pass()) is None:
+        return None
+    device, context = forward_pass.layouts.get((mask.shape, mask.stride(1)), (mask.device, None))
+    if device == mask.device:
+        return None
+    mask.__dict__["_longattn"] = context
     return context
 
 

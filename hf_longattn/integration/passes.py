@@ -190,3 +190,4 @@ def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:
     if cache is not None and forward_pass.axes is not None and forward_pass.of_keys is not None:
         record_of(cache)["axes"] = forward_pass.of_keys
     forward_pass.frame = forward_pass.cache = forward_pass.outer = None  # masks know the pass, and may outlive it
+    forward_pass.layouts.clear()

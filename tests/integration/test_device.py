@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pretend
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from cases import CASES
 from helpers import close, crossed, fresh, spread, stock, tokens
 from torch import Tensor
@@ -215,6 +217,40 @@ def test_a_captured_graph_copies_nothing_from_the_host(case: str, monkeypatch: p
         m(ids, use_cache=False)
     assert not of_layers(device.reads)
     assert not [at for at in device.copies if at.startswith(("core/", "methods/"))]
+
+
+def on_two(m: Any) -> Any:
+    """A model whose layers behind the first one lie on the device, with accelerate's hooks that move what they get."""
+    for layer in m.model.layers[1:]:
+        hook = AlignDevicesHook(pretend.CUDA, io_same_device=True, skip_keys=m._skip_keys_device_placement)
+        add_hook_to_module(layer.to("cuda"), hook)
+    return m
+
+
+#: Windows that all layers have, that some have, whose masks are as large as the others', and that some run without a method.
+SPLIT = {
+    "llama": KERNELS["rerope+infoscale"][0],
+    "gemma3": preset("logn", train_length=30, layers="all"),
+    "gemma2": preset("scale_invariant", layers="all"),
+    "qwen2": preset("infoscale", train_length=30, layers=(0, 3)),
+}
+
+
+@pytest.mark.parametrize("family", SPLIT)
+@torch.no_grad()
+def test_layers_on_two_devices_share_their_masks(family: str) -> None:
+    """Each layer elsewhere gets copies of its own of the masks: it reads none."""
+    ids, positions, got = tokens(2, 40), torch.arange(40).expand(2, -1), []
+    m = fresh(family, SPLIT[family])
+    for here in (contextlib.nullcontext(pretend.Device()), pretend.device()):
+        with here as device:
+            cache = DynamicCache(config=m.config)
+            m = on_two(m) if got else m
+            parts = zip(ids.split((24, 14, 1, 1), 1), positions.split((24, 14, 1, 1), 1), strict=True)
+            got.append([m(x, position_ids=p, **{CACHE: cache}).logits for x, p in parts])
+    for a, b in zip(*got, strict=True):
+        close(b, a, TOLERANCE)
+    assert not device.reads.package
 
 
 @pytest.mark.slow
