@@ -61,12 +61,19 @@ class RotarySource:
             )
         inv_freq: Tensor = getattr(self.module, self.buffer)
         seen = None if torch.compiler.is_compiling() else self._seen
-        if seen is None or seen[0] is not inv_freq or seen[1] != version(inv_freq):
-            rotation = self.under(self.convention or Convention())
-            if keepable(rotation.inv_freq):
-                self._seen = inv_freq, version(inv_freq), rotation
-            return rotation
-        return seen[2]
+        if seen is not None and seen[0] is inv_freq and seen[1] == version(inv_freq):
+            return seen[2]
+        convention = self.convention or Convention()
+        if not keepable(inv_freq):
+            return self.under(convention)
+        with torch.inference_mode(False):  # nobody counts writes to tensors of that mode: each pass would read their values
+            if inv_freq.is_inference() and keepable(counted := inv_freq.clone()):
+                inv_freq = counted
+                setattr(self.module, self.buffer, inv_freq)
+            rotation = self.under(convention)
+        if keepable(rotation.inv_freq):  # not where all that is made is fake
+            self._seen = inv_freq, version(inv_freq), rotation
+        return rotation
 
     def under(self, convention: Convention) -> Rotation:
         """The rotation that a convention makes of the frequencies."""

@@ -253,6 +253,26 @@ def test_layers_on_two_devices_share_their_masks(family: str) -> None:
     assert not device.reads.package
 
 
+@pytest.mark.parametrize("family", ["llama", "nanochat"])
+def test_frequencies_of_inference_mode(family: str) -> None:
+    """A model that was moved in that mode: no pass reads their values, and writes to them are noticed all the same."""
+    m, ids, cache = fresh(family, KERNELS["rerope"][0]), tokens(2, 30), DynamicCache()
+    rotary = m.model.rotary_emb
+    with pretend.device() as device, torch.inference_mode():
+        m.to("cuda")
+        rotary.inv_freq = rotary.inv_freq.clone()
+        m(ids[:, :28].to("cuda"), **{CACHE: cache})
+        device.clear()
+        m(ids[:, 28:29].to("cuda"), **{CACHE: cache})
+        assert not device.reads.package
+        rotary.inv_freq.mul_(0.5)
+        got = m(ids.to("cuda"), use_cache=False).logits.cpu()
+    other = fresh(family, KERNELS["rerope"][0])
+    other.model.rotary_emb.inv_freq.mul_(0.5)
+    with torch.no_grad():
+        close(got, other(ids, use_cache=False).logits, TOLERANCE)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["infoscale", "rerope"])
 def test_a_static_cache(case: str) -> None:
