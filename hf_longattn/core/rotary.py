@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -182,6 +183,9 @@ class RotationDelta(NamedTuple):
         wide = torch.float64 if frequency.dtype == torch.float64 else torch.float32
         shown, factor = (frequency.double(), None) if self.spectrum is None else self.spectrum(frequency.double())
         angle = new * shown - old[..., None, :]
+        if torch.compiler.is_compiling() and wide == torch.float32:
+            # a compiled step makes them anew: within half a turn float32 has them to 2e-7, where a GPU is slow in float64
+            angle = (angle - 2 * math.pi * torch.round(angle / (2 * math.pi))).float()
         cos, sin = angle.cos(), angle.sin()
         if factor is not None:
             cos, sin = factor * cos, factor * sin

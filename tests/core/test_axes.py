@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hf_longattn import LongAttnConfig, Rotation
 from hf_longattn.core.attend import attend
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import AttentionLayout
+from hf_longattn.core.rotary import RotationDelta
 
 AXIS = (0, 1, 2, 0, 1, 2, 2, 0)
 FREQUENCIES = 10 ** -(torch.arange(8) / 4)
@@ -151,3 +153,19 @@ def test_text_is_the_special_case_of_equal_axes() -> None:
     bare = Call(by_axis.query, by_axis.key, value, config, by_axis.rows, WIDTH**-0.5, rotation=Rotation(FREQUENCIES))
     with pytest.raises(ValueError, match=r"several positions each need Rotation\(axis=\)"):
         attend(bare)
+
+
+def test_a_graph_makes_angles_without_sines_in_float64() -> None:
+    """It makes them at every token, for all keys of a static cache."""
+    inv_freq = 1e4 ** -(torch.arange(32, dtype=torch.float64) / 32)
+    delta = RotationDelta(Rotation(inv_freq.float()), lambda at: at.clamp(max=4096))
+    position, seen = torch.cat([torch.arange(64), torch.arange(131_000, 131_072)])[None], []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        seen.extend(n.meta["example_value"].dtype for n in graph.graph.nodes if n.target in ("cos", "sin"))
+        return graph.forward
+
+    made = torch.compile(delta.angles, backend=backend, fullgraph=True)(position)
+    assert seen == [torch.float32] * 2
+    for got, want in zip(made, delta.angles(position), strict=True):
+        close(got, want, 5e-7)
