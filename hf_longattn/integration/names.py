@@ -7,6 +7,7 @@ parameters may stand behind it ("rerope:window=4096"); they go into the section.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
@@ -52,9 +53,9 @@ def _register(alias: str, may_share: bool = False) -> None:
 
 
 def _registered_by_another(name: str | None) -> str | None:
-    """The module of an attention or a mask function that transformers has under a name, and that is not ours."""
+    """The module of an attention or a mask function that transformers has under a name, and that does not call ours."""
     for known, own in zip((AttentionInterface(), AttentionMaskInterface()), _FUNCTIONS, strict=True):
-        if (there := known.get(name)) is not None and there is not own:
+        if (there := known.get(name)) not in (None, own) and inspect.unwrap(there) is not own:
             return getattr(there, "__module__", None) or repr(there)
     return None
 
