@@ -78,11 +78,15 @@ _MADE_OF: MutableMapping[Tensor, dict[Hashable, Tensor]] = WeakTensorKeyDictiona
 
 
 def made_of(table: Tensor, name: Hashable, build: Callable[[], Tensor]) -> Tensor:
-    """build(), or what it gave for this table before: it is freed with the table, and counts among its cache's bytes."""
-    known = _MADE_OF.setdefault(table, {})
-    if name not in known:
-        known[name] = build()
-    return known[name]
+    """build(), or what it gave for this table before: it is freed with the table, and counts among its cache's bytes.
+
+    While a CUDA graph is captured nothing new is kept: outside of the graph it would hold no values.
+    """
+    if (made := _MADE_OF.get(table, {}).get(name)) is None:
+        made = build()
+        if keepable(table):
+            _MADE_OF.setdefault(table, {})[name] = made
+    return made
 
 
 #: For calls outside of a model.
