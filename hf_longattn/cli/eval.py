@@ -13,8 +13,8 @@ Out = Annotated[Path | None, typer.Option(help="A folder for rows and report; an
 
 
 @measuring(
-    *("lengths", "tasks", "windows", "targets", "bos", "samples", "kinds", "ruler_data", "chat", "depths", "near"),
-    *("evaluator", "keep", "distances", "passages", "layers", "what", "rows", "delta"),
+    *("lengths", "tasks", "windows", "targets", "bos", "samples", "questions", "answer_tokens", "kinds", "ruler_data"),
+    *("chat", "depths", "near", "evaluator", "keep", "distances", "passages", "layers", "what", "rows", "delta"),
     *("dtype", "device", "seed", "shortest_first", "prefix"),
 )
 def evaluate(

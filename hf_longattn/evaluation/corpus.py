@@ -17,7 +17,7 @@ from ..slots.base import LengthTemperature
 from ..slots.method import SLOTS
 from .checkpoints import Checkpoint, load_tokenizer
 from .encoder import Encoder
-from .measures.losses import Prefix, prefix_of, shortened
+from .measures.losses import Prefix, crops, prefix_of, shortened
 from .options import EvalOptions
 from .settings import Setting
 
@@ -120,9 +120,8 @@ class Prefixes:
         if self.document != document.name:
             self.document, self.kept = document.name, {}
         method = reading(running(model) or NO_METHOD, prefix)
-        layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
         end = self._end(length)
-        last = self._end(corpus.longest) if layers <= {"full_attention"} else end  # others cannot give tokens back
+        last = self._end(corpus.longest) if crops(model) else end
         reader = (setting.rope, setting.adapter, setting.model, repr(method.to_dict()), last)
         if reader not in self.kept:
             own = corpus.load(setting)

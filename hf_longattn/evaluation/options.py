@@ -14,15 +14,18 @@ BOS = ("auto", "always", "never")
 SUFFIXES = (".txt", ".md", ".text", ".jsonl", ".json", ".parquet", ".csv")
 #: What the commands say of the options that they take.
 HELP = {
-    "tasks": "loss, copies, long_ppl, probe, attention, ruler and tasks, with commas: needle, passkey, multi_key, ...",
+    "tasks": "loss, copies, long_ppl, probe, attention, ruler, questions and tasks, with commas: needle, passkey, ... "
+    "Default: loss; with --questions these.",
     "lengths": "Tokens, with commas; 16k is 16,384.",
     "windows": "Documents of the longest length to take from each text.",
     "targets": "The last tokens of each document, scored at every length.",
     "bos": "A beginning-of-text token: auto (as the tokenizer does), always, never.",
     "samples": "Texts per task and length; for needle per depth, for ruler per kind.",
     "kinds": "ruler (RULER's questions over your text): niah_single_1, vt, ... with commas; default its thirteen.",
+    "questions": "questions: your own, a JSONL file; a line has context, question and answer.",
+    "answer_tokens": "questions: tokens that an answer may have.",
     "ruler_data": "ruler: a folder with RULER's own essays and questions, in place of your text.",
-    "chat": "ruler, graphwalks, key_value: ask in the model's chat template.",
+    "chat": "ruler, graphwalks, key_value, questions: ask in the model's chat template.",
     "depths": "Places of the needle, from first to last.",
     "near": "long_ppl: tokens of the short context.",
     "evaluator": "long_ppl: the setting that selects the key tokens; of another model by an entry of --settings.",
@@ -51,8 +54,9 @@ class EvalOptions:
         texts: contents by name, several contents, or one.
         settings: `Setting`s or their strings ("scale_invariant:tau=100@yarn:2"); the unmodified model always comes first.
         tokenizer: that of the model, if not the one that comes with it.
-        tasks: "loss", "copies", "long_ppl", "probe", "attention", "ruler", the texts with a known answer ("passkey",
-            "needle", ...), and what other packages add to the entry point group "hf_longattn.tasks".
+        tasks: "loss", "copies", "long_ppl", "probe", "attention", "ruler", "questions", the texts with a known answer
+            ("passkey", "needle", ...), and what other packages add to the entry point group "hf_longattn.tasks". None:
+            "questions" where these are given, "loss" elsewhere.
         lengths: tokens, beginning-of-text token included.
         windows: documents of the longest length that each text gives, one after another from its beginning.
         targets: the last tokens of every document, scored at every length.
@@ -61,7 +65,10 @@ class EvalOptions:
         kinds: of question of `ruler`, from `ruler_kinds.KINDS`; None for RULER's thirteen.
         ruler_data: a folder with RULER's own files (PaulGrahamEssays.json, squad.json, hotpotqa.json); None: `ruler` asks
             about the texts.
-        chat: whether `ruler` and its like ask in the model's chat template.
+        questions: of the task `questions`: a JSONL file, or a list of its records. A record has a context, a question and
+            an answer; see `tasks.questions.entry_of`.
+        answer_tokens: tokens that an answer to one of `questions` may have.
+        chat: whether `ruler` and its like, and `questions`, ask in the model's chat template.
         depths: places of the `needle` task.
         near: the context that `long_ppl` takes for short: its key tokens are those that more of it helps with.
         evaluator: the setting that finds the key tokens, the same for all.
@@ -85,7 +92,7 @@ class EvalOptions:
     texts: Mapping[str, str] = field(default_factory=dict)
     settings: Sequence[Any] = ()
     tokenizer: Any = None
-    tasks: Sequence[str] = "loss"
+    tasks: Sequence[str] | None = None
     lengths: Sequence[int] = "2k,4k,8k"  # type: ignore[assignment]
     windows: int = 1
     targets: int = 512
@@ -93,6 +100,8 @@ class EvalOptions:
     samples: int = 3
     kinds: Sequence[str] | None = None
     ruler_data: str | None = None
+    questions: str | Path | Sequence[Mapping[str, Any]] | None = None
+    answer_tokens: int = 64
     chat: bool = False
     depths: int = 5
     near: int = "4k"  # type: ignore[assignment]
@@ -126,7 +135,8 @@ class EvalOptions:
                 "not a mapping"
             )
         self.settings = listed(self.settings)
-        self.tasks = list(dict.fromkeys(listed(self.tasks)))
+        default = "loss" if self.questions is None else "questions"
+        self.tasks = list(dict.fromkeys(listed(default if self.tasks is None else self.tasks)))
         self.lengths = sorted({length_of(n) for n in listed(self.lengths)})
         self.near = length_of(self.near)
         self.distances = self.distances and sorted({length_of(d) for d in listed(self.distances)})
@@ -134,15 +144,14 @@ class EvalOptions:
         self.what = self.what and listed(self.what)
         self.kinds = self.kinds and listed(self.kinds)
         self.rows = _rows(self.rows)
-        for name in ("windows", "targets", "samples"):
+        for name in ("windows", "targets", "samples", "answer_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.bos not in BOS:
             raise ValueError(f"bos must be one of {', '.join(BOS)}, got {self.bos!r}")
-        if self.kinds and "ruler" not in self.tasks:
-            raise ValueError("kinds are of the task ruler, which is not among the tasks: add it, or leave out kinds")
-        if self.ruler_data is not None and "ruler" not in self.tasks:
-            raise ValueError("ruler_data is of the task ruler, which is not among the tasks: add it, or leave it out")
+        for name, task in (("kinds", "ruler"), ("ruler_data", "ruler"), ("questions", "questions")):
+            if getattr(self, name) is not None and task not in self.tasks:
+                raise ValueError(f"{name} is for the task {task}, which is not among the tasks: add it, or leave out {name}")
         if not 0 < self.keep <= 1:
             raise ValueError(f"keep: a share lies in (0, 1], not at {self.keep:g}")
 

@@ -32,7 +32,7 @@ ROWS = "rows.jsonl"
 
 def evaluate(
     model: Any,
-    texts: Mapping[str, str] | Sequence[str] | str,
+    texts: Mapping[str, str] | Sequence[str] | str = (),
     settings: Sequence[str | Setting] = (),
     out: Path | str | None = None,
     **options: Any,
@@ -44,7 +44,7 @@ def evaluate(
 
     Args:
         model: a directory, a name on the Hub, or a loaded model, which is as it was afterwards.
-        texts: contents by name, several contents, or one.
+        texts: contents by name, several contents, or one; none where a task needs none.
         settings: methods by name, "scale_invariant:tau=100@yarn:2" and the like, or `Setting`s.
         out: a folder for rows and report; an interrupted evaluation goes on from there. None keeps them in memory.
         options: see `hf_longattn.evaluation.EvalOptions`: tasks, lengths, targets, ...; `tokenizer` of a loaded model.
@@ -94,7 +94,7 @@ class Runner:
         self.checkpoint = Checkpoint(options.model)
         if not self.checkpoint.is_loaded:
             options.dtype = self.checkpoint.precision(options.dtype, options.device)
-        kinds = {name: task_of(name) for name in (ALIASES.get(t, t) for t in options.tasks)}
+        kinds = {name: task_of(name) for name in (ALIASES.get(t, t) for t in options.tasks or ())}
         self.settings = settings_of(options.settings)
         self.train_length: int | None = None
         self._check_settings(head=any(kind.head for kind in kinds.values()), within=any(k.within for k in kinds.values()))

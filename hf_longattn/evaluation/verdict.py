@@ -9,7 +9,7 @@ import math
 from .readings import COPIES, PROBE, Interval, Readings
 from .report import Section, Table
 from .settings import UNMODIFIED
-from .statistics import TOLERANCE
+from .statistics import TOLERANCE, mean_interval
 
 
 def verdict(results: Readings) -> list[Section]:
@@ -140,7 +140,25 @@ def headline(results: Readings) -> str:
     """Name the setting to take, with its price; the summary where no setting is better than the unmodified model."""
     if (whole := results.complete()) is not results:
         return headline(whole)
-    return " ".join(filter(None, [_taken(results), by_chance(results)]))
+    return " ".join(filter(None, [_taken(results), by_chance(results), found_by(results)]))
+
+
+def found_by(results: Readings) -> str:
+    """Say how many written answers the best setting found, against the unmodified model; empty where none were asked for."""
+    sentences = []
+    for task in dict.fromkeys(r["task"] for r in results.rows if "written" in r):
+        rows = {s: {(r["length"], r["which"]): r for r in results.of(s, task)} for s in results.settings}
+        asked = {s: found for s, found in rows.items() if found}
+        common = set.intersection(*map(set, asked.values()))
+        if len(asked) < 2 or UNMODIFIED not in asked or not common:
+            continue
+        means = {s: math.fsum(found[q]["score"] for q in common) / len(common) for s, found in asked.items()}
+        best = max((s for s in asked if s != UNMODIFIED), key=lambda s: means[s])
+        mean, half = mean_interval([100 * (asked[best][q]["score"] - asked[UNMODIFIED][q]["score"]) for q in common])
+        of_both = ", ".join(f"{s} {means[s]:.0%}" for s in (best, UNMODIFIED))
+        difference = f"{mean:+.0f} ± {half:.0f} points".replace("-", "−")
+        sentences.append(f"Right answers to {len(common)} questions ({task}): {of_both}; {difference}.")
+    return " ".join(sentences)
 
 
 #: By the number of documents, what so few say; the share is that of t intervals with 1 and 4 degrees of freedom.

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import coverage_models
@@ -20,7 +21,7 @@ import torch
 from helpers import crossed
 from interrupts import at_pass
 from matplotlib.figure import Figure
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaModel
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaModel, MistralConfig
 from typer.testing import CliRunner
 
 import hf_longattn
@@ -41,6 +42,7 @@ from hf_longattn.evaluation.checkpoints import Checkpoint, edit_rope
 from hf_longattn.evaluation.corpus import reading
 from hf_longattn.evaluation.experiment import fingerprint
 from hf_longattn.evaluation.loading import OneModel, load_setting
+from hf_longattn.evaluation.measures.losses import crops
 from hf_longattn.evaluation.preflight import check_setting
 from hf_longattn.evaluation.readings import over
 from hf_longattn.evaluation.settings import Setting, parse_settings, read_settings
@@ -195,6 +197,12 @@ def test_a_prefix_is_read_once_and_settings_read_on(folder: Path, tmp_path: Path
         found = [-a["log_likelihood"] / a["tokens"] for a in copy["answers"]]
         assert found == pytest.approx(copy_losses(expected[1], copies), abs=1e-4)
         assert "bins" not in loss
+
+
+def test_a_window_that_no_list_of_layer_types_names_keeps_a_cache_from_giving_tokens_back() -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    told = {window: MistralConfig(sliding_window=window, **sizes) for window in (None, 8)}
+    assert {window: crops(SimpleNamespace(config=config)) for window, config in told.items()} == {None: True, 8: False}
 
 
 @pytest.mark.parametrize("name", ["llama4_text", "mllama", "opt", "gpt2"])

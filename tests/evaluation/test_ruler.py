@@ -23,7 +23,7 @@ import hf_longattn
 from hf_longattn.evaluation import EvalOptions, Runner
 from hf_longattn.evaluation.results import Results
 from hf_longattn.evaluation.tasks import ruler_prompts as prompts
-from hf_longattn.evaluation.tasks.ruler import CHUNK, THRESHOLD
+from hf_longattn.evaluation.tasks.ruler import THRESHOLD
 from hf_longattn.evaluation.tasks.ruler_data import FILES, RulerData
 from hf_longattn.evaluation.tasks.ruler_kinds import (
     DEPTHS,
@@ -35,6 +35,7 @@ from hf_longattn.evaluation.tasks.ruler_kinds import (
     match_any,
 )
 from hf_longattn.evaluation.tasks.text import words
+from hf_longattn.evaluation.tasks.written import CHUNK
 
 
 def prose(count: int = 6000, seed: int = 0) -> str:
@@ -419,8 +420,8 @@ def test_rulers_own_data_is_measured_without_a_text(model: Path, rulers: Path) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tasks": "loss", "ruler_data": "there"}, "ruler_data is of the task ruler, which is not among the tasks"),
-        ({"tasks": "loss", "kinds": "vt"}, "kinds are of the task ruler, which is not among the tasks"),
+        ({"tasks": "loss", "ruler_data": "there"}, "ruler_data is for the task ruler, which is not among the tasks"),
+        ({"tasks": "loss", "kinds": "vt"}, "kinds is for the task ruler, which is not among the tasks"),
         ({"tasks": "ruler", "kinds": "niah_singel_1"}, "unknown kind 'niah_singel_1'; did you mean 'niah_single_1'"),
         ({"tasks": "key_value", "lengths": [200]}, "task key_value, key_value at 200 tokens: no room for a question"),
         ({"tasks": "ruler", "kinds": "qa_1", "lengths": [4096, 90_000]}, "qa_1 at 90000 tokens: the text gives .* too few"),

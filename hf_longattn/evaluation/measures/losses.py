@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ...integration.caches import CACHE
 from ...integration.layers import bodies_of
@@ -19,16 +19,19 @@ Prefix: TypeAlias = DynamicCache
 
 
 @torch.inference_mode()
-def prefix_of(model: Any, input_ids: Tensor, chunk: int = 2048) -> Prefix:
+def prefix_of(model: Any, input_ids: Tensor, chunk: int = 2048, read: Prefix | None = None) -> Prefix:
     """The KV cache of a text (batch, length), read `chunk` tokens at a time, for `token_losses` and `answer_scores`, which
     leave it as it is.
+
+    Args:
+        read: the cache of the text's first tokens, which are then not read again; it grows.
 
     Raises:
         ValueError: the model does not read on from a cache as it reads a text whole.
     """
     _check_reads_on(model, input_ids)
-    cache = DynamicCache(config=model.config)
-    for part in input_ids.split(chunk, 1):
+    cache = DynamicCache(config=model.config) if read is None else read
+    for part in input_ids[:, cache.get_seq_length() :].split(chunk, 1):
         hidden_of(model, input_ids=part, **{CACHE: cache}, use_cache=True)
     return cache
 
@@ -52,6 +55,11 @@ def _check_reads_on(model: Any, input_ids: Tensor) -> None:
 
 
 _WHOLE = "does not read on in a text from a KV cache as it reads the text whole: measure it without a prefix or prefill"
+
+
+def crops(model: Any) -> bool:
+    """Tell whether a model's KV cache can give tokens back: no layer of it has a window or a state."""
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
 
 
 def shortened(prefix: Prefix, length: int) -> Prefix:

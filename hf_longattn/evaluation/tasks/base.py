@@ -24,6 +24,7 @@ _HOME = {
     "copies": "copies:Copies",
     **dict.fromkeys(TASK_NAMES, "answers:Answers"),
     **dict.fromkeys(("ruler", "graphwalks", "key_value"), "ruler:Ruler"),
+    "questions": "questions:Questions",
     "probe": "probe:ProbeTask",
     "attention": "attention:Attention",
 }

@@ -10,33 +10,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ...integration.layers import candidates_of
 from ...slots.registry import did_you_mean
 from ..corpus import Corpus
-from ..encoder import Encoder
 from ..experiment import Cell, of_text
 from ..readings import Readings
 from ..report import Section, Table
 from ..rows import Row
 from ..settings import UNMODIFIED, Setting
-from ..statistics import mean_of, wilson
-from ..verdict import signed
-from .base import Task
+from ..statistics import mean_of
 from .ruler_data import RulerData
-from .ruler_kinds import KINDS, RULER, Kind, Question, Source
+from .ruler_kinds import KINDS, RULER, Question, Source
 from .sample import largest
+from .written import WrittenAnswers, asked_of, by_question, differences, share
 
 #: RULER's threshold, in percent: what Llama 2 7B has at 4,096 tokens.
 THRESHOLD = 85.6
-#: Tokens of a question that a model with sliding windows reads at a time, so that no layer computes pairs outside its window.
-CHUNK = 1024
 
 
-class Ruler(Task):
-    """`samples` questions of every kind at every length; the answers are written greedily, through a KV cache."""
+class Ruler(WrittenAnswers):
+    """`samples` questions of every kind at every length."""
 
     def __init__(self, corpus: Corpus, name: str) -> None:
         super().__init__(corpus, name)
@@ -44,9 +36,6 @@ class Ruler(Task):
         for kind in self.kinds:
             if kind not in KINDS:
                 raise ValueError(f"unknown kind {kind!r}; {did_you_mean(kind, KINDS)}known kinds: {', '.join(KINDS)}")
-        if self.options.chat and not corpus.tokenizer.chat_template:
-            raise ValueError("the tokenizer has no chat template: leave out chat")
-        self.encode = Encoder(corpus.tokenizer)
         self.source = self.material(self.options.ruler_data if name == "ruler" else None)
         for kind in self.kinds:
             for length in {self.options.lengths[0], self.options.lengths[-1]}:
@@ -80,7 +69,7 @@ class Ruler(Task):
 
         def built(size: int) -> tuple[Question, list[int]]:
             made = KINDS[kind].make(random.Random(f"{self.options.seed}:{kind}:{index}"), size, length, self.source)
-            return made, self.tokens(made)
+            return made, self.prompt(made.text, made.begins)
 
         new = KINDS[kind].new_tokens
         if (found := largest(built, lambda it: len(it[1]), KINDS[kind].least, length - new)) is None:
@@ -89,71 +78,37 @@ class Ruler(Task):
             )
         return found
 
-    def tokens(self, question: Question) -> list[int]:
-        """Return the tokens to read; under `chat` the question is a user's turn, the answer's beginning the model's."""
-        if not self.options.chat:
-            return [*self.corpus.start, *self.encode(question.text + question.begins)]
-        turn = [{"role": "user", "content": question.text}]
-        asked: str = self.corpus.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-        return self.encode(asked + question.begins.lstrip())
-
     def measure(self, kind: str, length: int, index: int, model: Any) -> Row:
         question, ids = self.question(kind, length, index)
-        written = self.written(model, torch.tensor([ids], device=model.device), KINDS[kind], question.answers)
-        score = KINDS[kind].score(written, question.answers)
-        row = {"kind": kind, "tokens": len(ids), "score": score, "written": written, "expected": question.answers}
+        score, done = KINDS[kind].score, KINDS[kind].done
+        # until what comes next cannot change the score
+        written = self.written(model, ids, KINDS[kind].new_tokens, lambda text: done(text, question.answers))
+        row = {"kind": kind, "tokens": len(ids), "score": score(written, question.answers)}
+        row |= {"written": written, "expected": question.answers}
         return row | ({"data": RULERS} if isinstance(self.source, RulerData) else {})
-
-    def written(self, model: Any, input_ids: Tensor, kind: Kind, answers: Sequence[str]) -> str:
-        """The answer, until it ends, or until what comes next cannot change its score."""
-
-        def text(ids: Tensor) -> str:
-            return self.corpus.tokenizer.decode(ids[0, input_ids.shape[1] :], skip_special_tokens=True)
-
-        def done(ids: Tensor, scores: Any, **more: Any) -> Tensor:
-            return torch.tensor([kind.done(text(ids), answers)], device=ids.device)
-
-        greedy: dict[str, Any] = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "max_length": None}
-        if any(layer.kind == "window" for layer in candidates_of(model)):
-            greedy["prefill_chunk_size"] = CHUNK
-        return text(
-            model.generate(
-                input_ids=input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                max_new_tokens=kind.new_tokens,
-                stopping_criteria=[done],
-                **greedy,
-            )
-        )
-
-    @staticmethod
-    def format_row(row: Row) -> str:
-        return f"{100 * row['score']:.0f} %"
 
     @classmethod
     def sections(cls, results: Readings, name: str) -> list[Section]:
         lengths = results.lengths_of(name)
-        settings = [s for s in results.settings if any(True for _ in results.of(s, name))]
-        scores = {(s, n): _scores(results, name, s, n) for s in settings for n in lengths}
+        settings = asked_of(results, name)
+        scores = {(s, n): by_question(results, name, s, n) for s in settings for n in lengths}
         points = {at: 100 * mean for at, found in scores.items() if (mean := mean_of(found.values())) is not None}
         near = results.keep * points.get((UNMODIFIED, lengths[0]), 0.0)
         columns = ["setting", *(f"{n:,}" for n in lengths)]
         summary: list[list[str | float | None]] = []
-        paired: list[list[str | float | None]] = []
         for s in settings:
             reached = [_above(points, s, lengths), _kept(points, s, lengths, near)]
-            summary.append([s, *(_share(scores[s, n]) for n in lengths), *reached])
-            less = [results.paired(name, s, n, lambda x, n=n: scores.get((x, n), {})) for n in lengths]  # type: ignore[misc]
-            paired += [[s, *(d and signed((100 * d[0], 100 * d[1])) for d in less)]] * (s != UNMODIFIED)
+            summary.append([s, *(share(scores[s, n]) for n in lengths), *reached])
         heads = [f"above {THRESHOLD}", f"{results.keep:.0%} kept"]
         note = (
             f"In brackets a 95 % Wilson interval. Effective length: the longest that scores above {THRESHOLD} (RULER's rule: "
             f"Llama 2 7B at 4,096), and the longest up to which {results.keep:.0%} of the unmodified model's score at "
             f"{lengths[0]:,} is kept."
         )
-        tables = [Table("Answers found, percent", [*columns, *heads], summary, note=note, brief=True)]
-        if paired:
-            tables.append(Table("Less the unmodified model, points, paired by question", columns, paired))
+        tables = [
+            Table("Answers found, percent", [*columns, *heads], summary, note=note, brief=True),
+            *differences(results, name),
+        ]
         kinds = list(dict.fromkeys(r["kind"] for r in results.rows if r["task"] == name))
         for n in lengths if len(kinds) > 1 else ():
             by_kind = [[s, *(_of_kind(scores[s, n], kind) for kind in kinds)] for s in settings if scores[s, n]]
@@ -174,19 +129,6 @@ class Ruler(Task):
 TITLES = {"ruler": "RULER's questions over your text", "graphwalks": "GraphWalks", "key_value": "Key-value lookup"}
 #: The title over questions that are made of RULER's own files; rows of these say so.
 RULERS = "RULER, its own data"
-
-
-def _scores(results: Readings, name: str, setting: str, length: int) -> dict[str, float]:
-    """Scores over the questions that all settings were asked at a length: after an interruption some were asked fewer."""
-    common = results.common(name, length)
-    return {r["which"]: r["score"] for r in results.of(setting, name, length) if r["which"] in common}
-
-
-def _share(found: dict[str, float]) -> str | None:
-    if not found:
-        return None
-    low, high = wilson(sum(found.values()), len(found))
-    return f"{100 * sum(found.values()) / len(found):.1f} ({100 * low:.0f}–{100 * high:.0f})"
 
 
 def _of_kind(found: dict[str, float], kind: str) -> float | None:

@@ -1,0 +1,111 @@
+"""What tasks share whose answers a model writes: greedy decoding, and the tables of the answers found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...integration.caches import CACHE
+from ...integration.layers import candidates_of
+from ..corpus import Corpus
+from ..encoder import Encoder
+from ..measures.losses import Prefix
+from ..readings import Readings
+from ..report import Table
+from ..rows import Row
+from ..settings import UNMODIFIED
+from ..statistics import wilson
+from ..verdict import signed
+from .base import Task
+
+#: Tokens of a prompt that a model with sliding windows reads at a time, so that no layer computes pairs outside its window.
+CHUNK = 1024
+
+
+class WrittenAnswers(Task):
+    """A task whose answers are written greedily, through a KV cache; a row's `score`, in [0, 1], is what was found of them."""
+
+    def __init__(self, corpus: Corpus, name: str) -> None:
+        super().__init__(corpus, name)
+        if self.options.chat and not corpus.tokenizer.chat_template:
+            raise ValueError("the tokenizer has no chat template: leave out chat")
+        self.encode = Encoder(corpus.tokenizer, self.options.bos)
+
+    def prompt(self, text: str, begins: str = "") -> list[int]:
+        """Return the tokens to read; under `chat` the text is a user's turn, the answer's beginning the model's."""
+        if not self.options.chat:
+            return [*self.corpus.start, *self.encode(text + begins)]
+        turn = [{"role": "user", "content": text}]
+        asked: str = self.corpus.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        return self.encode(asked + begins.lstrip())
+
+    def written(
+        self, model: Any, prompt: list[int], new_tokens: int, done: Callable[[str], bool], read: Prefix | None = None
+    ) -> str:
+        """What the model writes, greedily: up to its end-of-text token, `new_tokens`, or a text that is `done`.
+
+        Args:
+            read: the KV cache of the prompt without its last token, which goes on growing.
+        """
+
+        def text(ids: Tensor) -> str:
+            return self.corpus.tokenizer.decode(ids[0, len(prompt) :], skip_special_tokens=True)
+
+        def stop(ids: Tensor, scores: Any, **more: Any) -> Tensor:
+            return torch.tensor([done(text(ids))], device=ids.device)
+
+        greedy: dict[str, Any] = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "max_length": None}
+        if read is not None:
+            greedy[CACHE] = read
+        elif any(layer.kind == "window" for layer in candidates_of(model)):
+            greedy["prefill_chunk_size"] = CHUNK
+        ids = torch.tensor([prompt], device=model.device)
+        return text(
+            model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new_tokens,
+                stopping_criteria=[stop],
+                **greedy,
+            )
+        )
+
+    @staticmethod
+    def format_row(row: Row) -> str:
+        return f"{100 * row['score']:.0f} %"
+
+
+def by_question(results: Readings, name: str, setting: str, length: int, column: str = "score") -> dict[str, float]:
+    """A column over the questions that all settings were asked at a length: after an interruption some were asked fewer."""
+    common = results.common(name, length)
+    return {r["which"]: r[column] for r in results.of(setting, name, length) if r["which"] in common}
+
+
+def asked_of(results: Readings, name: str) -> list[str]:
+    """The settings that a task was asked of."""
+    return [s for s in results.settings if any(True for _ in results.of(s, name))]
+
+
+def share(found: dict[str, float]) -> str | None:
+    """Scores as a percentage with its Wilson interval; None of none."""
+    if not found:
+        return None
+    low, high = wilson(sum(found.values()), len(found))
+    return f"{100 * sum(found.values()) / len(found):.1f} ({100 * low:.0f}–{100 * high:.0f})"
+
+
+def differences(
+    results: Readings, name: str, column: str = "score", title: str = "Less the unmodified model, points", times: float = 100
+) -> list[Table]:
+    """Return the table of a column less the unmodified model's, paired by question; none where nothing else was asked."""
+    lengths, rows = results.lengths_of(name), []
+    for s in asked_of(results, name):
+        if s != UNMODIFIED:
+            less = [results.paired(name, s, n, partial(by_question, results, name, length=n, column=column)) for n in lengths]
+            rows.append([s, *(d and signed((times * d[0], times * d[1])) for d in less)])
+    columns = ["setting", *(f"{n:,}" for n in lengths)]
+    return [Table(f"{title}, paired by question", columns, rows)] if rows else []
