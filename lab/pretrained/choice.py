@@ -1,4 +1,4 @@
-"""The table of docs/how-to/choose.md: every method, with what rows of this folder and of lab/speed say of it."""
+"""The table of docs/reference/methods/README.md: every method, with what rows of this folder and of lab/speed say of it."""
 
 from __future__ import annotations
 
