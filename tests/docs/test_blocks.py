@@ -38,6 +38,8 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["p
 FIRST_WORDS = ("hf-longattn", "make", "python", "pip", "accelerate", "torchrun", "git", ".ci/run")
 #: Examples that other tests run: with data, with several processes, with a server.
 ELSEWHERE = {"add-a-method.md", "own-methods.md", "share.md", "engines.md", "serve.md"}
+#: Blocks that go on where the one before them ends.
+GO_ON = {"docs/how-to/long-documents.md-1"}
 
 
 def python_blocks(elsewhere: bool = False) -> dict[str, str]:
@@ -104,15 +106,20 @@ def test_python(block: str, home: Path, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     name = str(home / "deep")
     shutil.copytree(home / "deep-adapter", tmp_path / "runs" / "book")
-    code = release.HUB.sub(repr(name), release.LONG.sub("300", PYTHON[block]))
+    page, _, n = block.rpartition("-")
+    whole = PYTHON[f"{page}-{int(n) - 1}"] + PYTHON[block] if block in GO_ON else PYTHON[block]
+    code = release.HUB.sub(repr(name), release.LONG.sub("300", whole))
     ids = torch.randint(2, 90, (1, 1100), generator=torch.Generator().manual_seed(0))
     config, model = AutoConfig.from_pretrained(name), AutoModelForCausalLM.from_pretrained(name).eval()
     given: dict[str, Any] = {"torch": torch, "hf_longattn": hf_longattn, "LongAttnConfig": hf_longattn.LongAttnConfig}
     given |= {"AutoModelForCausalLM": AutoModelForCausalLM, "AutoConfig": AutoConfig}
     given |= {"name": name, "config": config, "model": model, "folder": tmp_path, "rows": [["0", 0.5, 0.25]]}
     given |= {"input_ids": ids, "tokens": ids.repeat(1, 2), "batches": [ids], "labels": ids}
-    given |= {"ask": list, "tokenizer": tiny.tokenizer(), "questions": [ids[:, :9]]}
+    given |= {"ask": list, "tokenizer": tiny.tokenizer()}
+    given["tokenizer"].pad_token = given["tokenizer"].eos_token
+    given["tokenizer"].chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
     given["texts"] = [(home / "book.txt").read_text(encoding="utf-8")]
+    given["document"] = given["texts"][0][:1000]
     given["positions"] = torch.cat([torch.arange(1000), torch.arange(7900, 8000)])[None]
     if "peft" in code:
         peft = given["peft"] = pytest.importorskip("peft")
