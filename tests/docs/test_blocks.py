@@ -104,16 +104,32 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("block", PYTHON)
 def test_python(block: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    name = str(home / "deep")
     shutil.copytree(home / "deep-adapter", tmp_path / "runs" / "book")
+    given, code = names(home, tmp_path), code_of(block, home)
+    if "peft" in code:
+        peft = given["peft"] = pytest.importorskip("peft")
+        given["model"] = hf_longattn.apply(given["model"], "rerope")
+        given["model"] = peft.get_peft_model(given["model"], peft.LoraConfig(target_modules=["q_proj"]))
+    with torch.no_grad():
+        exec(compile(code, block, "exec"), given)
+        assert given["model"](given["input_ids"][:, :16]).logits.isfinite().all()
+
+
+def code_of(block: str, home: Path) -> str:
+    """A block, behind the one that it goes on with, on a small model."""
     page, _, n = block.rpartition("-")
-    whole = PYTHON[f"{page}-{int(n) - 1}"] + PYTHON[block] if block in GO_ON else PYTHON[block]
-    code = release.HUB.sub(repr(name), release.LONG.sub("300", whole))
+    code = PYTHON[f"{page}-{int(n) - 1}"] + PYTHON[block] if block in GO_ON else PYTHON[block]
+    return release.HUB.sub(repr(str(home / "deep")), release.LONG.sub("300", code))
+
+
+def names(home: Path, folder: Path) -> dict[str, Any]:
+    """What blocks take for granted."""
+    name = str(home / "deep")
     ids = torch.randint(2, 90, (1, 1100), generator=torch.Generator().manual_seed(0))
     config, model = AutoConfig.from_pretrained(name), AutoModelForCausalLM.from_pretrained(name).eval()
     given: dict[str, Any] = {"torch": torch, "hf_longattn": hf_longattn, "LongAttnConfig": hf_longattn.LongAttnConfig}
     given |= {"AutoModelForCausalLM": AutoModelForCausalLM, "AutoConfig": AutoConfig}
-    given |= {"name": name, "config": config, "model": model, "folder": tmp_path, "rows": [["0", 0.5, 0.25]]}
+    given |= {"name": name, "config": config, "model": model, "folder": folder, "rows": [["0", 0.5, 0.25]]}
     given |= {"input_ids": ids, "tokens": ids.repeat(1, 2), "batches": [ids], "labels": ids}
     given |= {"ask": list, "tokenizer": tiny.tokenizer()}
     given["tokenizer"].pad_token = given["tokenizer"].eos_token
@@ -121,13 +137,20 @@ def test_python(block: str, home: Path, tmp_path: Path, monkeypatch: pytest.Monk
     given["texts"] = [(home / "book.txt").read_text(encoding="utf-8")]
     given["document"] = given["texts"][0][:1000]
     given["positions"] = torch.cat([torch.arange(1000), torch.arange(7900, 8000)])[None]
-    if "peft" in code:
-        peft = given["peft"] = pytest.importorskip("peft")
-        given["model"] = hf_longattn.apply(given["model"], "rerope")
-        given["model"] = peft.get_peft_model(given["model"], peft.LoraConfig(target_modules=["q_proj"]))
-    with torch.no_grad():
-        exec(compile(code, block, "exec"), given)
-        assert given["model"](ids[:, :16]).logits.isfinite().all()
+    return given
+
+
+@pytest.mark.slow
+def test_questions_of_a_batch_are_answered_as_one_by_one_and_without_a_cache(home: Path, tmp_path: Path) -> None:
+    given = names(home, tmp_path)
+    hf_longattn.apply(given["model"], "rerope+infoscale", window=256, train_length=512)
+    exec(code_of("docs/how-to/long-documents.md-1", home).replace("max_new_tokens=100", "max_new_tokens=12"), given)
+    tokenizer, written, ids = (given[name] for name in ("tokenizer", "written", "ids"))
+    for row, question in zip(written, given["questions"], strict=True):
+        whole = torch.tensor([given["prompt"](question)])
+        alone = given["model"].generate(whole, max_new_tokens=12, do_sample=False)[0, whole.shape[1] :]
+        answer = tokenizer.decode(alone, skip_special_tokens=True)
+        assert answer == given["ask"](question) == tokenizer.decode(row[ids.shape[1] :], skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("block", python_blocks(elsewhere=True))
