@@ -80,11 +80,17 @@ def without_own_methods(words: list[str]) -> list[str]:
 PYTHON, COMMANDS, SPANS = python_blocks(), command_lines(spans=False), command_lines(spans=True)
 
 
+CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of twelve layers "trained" at 8,192 tokens, and one of two layers at 1,024; texts, and a file of settings."""
     path = tmp_path_factory.mktemp("blocks")
     tiny.save(path / "model", trained=1024)
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(path / "model")
     config = AutoConfig.from_pretrained(path / "model", num_hidden_layers=12, max_position_embeddings=8192)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(path / "deep")
@@ -94,6 +100,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         get_peft_model(base, LoraConfig(target_modules=["q_proj"])).save_pretrained(path / f"{name}-adapter")
     tiny.text(path / "book.txt", 6000)
     (path / "settings.yaml").write_text("named: {method: 'rerope:window=128'}\n")
+    (path / "qa.jsonl").write_text('{"context": "a sea", "question": "who?", "answer": "she"}\n' * 2)
     return path
 
 
@@ -133,7 +140,7 @@ def names(home: Path, folder: Path) -> dict[str, Any]:
     given |= {"input_ids": ids, "tokens": ids.repeat(1, 2), "batches": [ids], "labels": ids}
     given |= {"ask": list, "tokenizer": tiny.tokenizer()}
     given["tokenizer"].pad_token = given["tokenizer"].eos_token
-    given["tokenizer"].chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+    given["tokenizer"].chat_template = CHAT
     given["texts"] = [(home / "book.txt").read_text(encoding="utf-8")]
     given["document"] = given["texts"][0][:1000]
     given["positions"] = torch.cat([torch.arange(1000), torch.arange(7900, 8000)])[None]
@@ -229,6 +236,7 @@ SMALL = {
     r"(?<=--tasks )loss,copies(?= )": "loss",  # copies need longer texts
     r"(?<=--tasks )(loss,)?long_ppl(?= )": r"\g<0> --near 256",
     r"--tasks ruler (--kinds \S+ )?--lengths \S+": "--tasks ruler --kinds fwe --lengths 1k",
+    r"(?<=--questions )\S+": "HOME/qa.jsonl",
     r"(?<=--samples )\d+": "1",
     r"(?<=--length )\S+": "128",
     r"(?<=--to )\S+": "4k",
