@@ -39,7 +39,7 @@ from .device_checks import Claims
 from .gate import share_gate
 from .internals import children_of, get_implementation, is_replica, modules_of
 from .layers import View
-from .names import is_longattn_name
+from .names import is_longattn_name, register_combination
 from .rope import RotaryTables
 from .rotated_key_cache import LayerKeys
 from .rotation import RotarySource
@@ -120,6 +120,8 @@ class AttentionState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, rotated_keys=WeakKeyDictionary())
+        if self.whole_config is not None:  # this process may not have met its name
+            register_combination(self.whole_config.name)
 
 
 @dataclass(frozen=True, eq=False)

@@ -892,6 +892,16 @@ def test_a_pickled_model(called: bool, base: Path, tmp_path: Path) -> None:
     assert not any(x._forward_pre_hooks for x in again.modules())
 
 
+def test_a_pickled_model_under_several_methods_runs_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There nobody has asked for them together: workers of a DataLoader, `torch.load`."""
+    config = LongAttnConfig.preset("rerope+infoscale", window=7, train_length=8)
+    m = fresh("llama", config)
+    want, pickled = logits(m), pickle.dumps(m)
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        monkeypatch.delitem(interface._global_mapping, config.name)
+    assert torch.equal(logits(pickle.loads(pickled)), want)
+
+
 def test_two_models_do_not_meet() -> None:
     """State is per model: nothing global changes with the second one."""
     one, two, plain = fresh("llama", CONFIG), fresh("llama", CASES[DEFAULT]), stock("llama")
