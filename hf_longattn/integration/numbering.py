@@ -14,6 +14,16 @@ UNKNOWN = (
     "in one call. Or the cache holds more tokens than the prompt: crop it (cache.crop) before the call, or give the whole "
     "text; this call has added to it, so fill a new one"
 )
+_AGAIN = (
+    "position_ids start at 0 again behind the tokens in the KV cache, which would be read twice: pass the tokens that follow "
+    "them, or all tokens without a cache. generate() reads the whole prompt where it is assisted, by a model or by prompt "
+    "look-up: give it no filled cache. This call has added to it, so fill a new one"
+)
+_PADDED = (
+    "the tokens in the KV cache end in padding, and position_ids do not continue from the last one before it: generate() "
+    'counts on from the padding, and needs it on the left (tokenizer.padding_side = "left"). This call has added to the '
+    "cache, so fill a new one"
+)
 
 
 def own_positions(seen: ParsedMask, position_ids: Tensor) -> Tensor:
@@ -30,9 +40,9 @@ class Numbered:
     """The position_ids of a call beside its cache indices, from which follows how its tokens are numbered.
 
     Of each query, (batch, q_len): its position and cache_index; start, the cache index where its sequence starts; origin, the
-    position there; real, whether it is no padding. Of the first real token, (batch, 1): offset, its position less its cache
-    index; text_start, its start; by_index, by_start, by_count, whether it is numbered so. keys: the cache indices of keys,
-    (batch, kv_len); first: that of the call's first token, (batch, 1).
+    position there; real, whether it is no padding. Of the first real token, (batch, 1): begins_at, its position; offset, that
+    less its cache index; text_start, its start; by_index, by_start, by_count, whether it is numbered so. keys: the cache
+    indices of keys, (batch, kv_len); first: that of the call's first token, (batch, 1).
     """
 
     def __init__(self, seen: ParsedMask, position_ids: Tensor, kv_len: int) -> None:
@@ -48,13 +58,14 @@ class Numbered:
         self.real = rows.tokens(kv_len).expand(batch, -1)  # padding may be at any position
         self.all_padding = ~self.real.any(-1, keepdim=True)
         which = self.real.int().argmax(-1, keepdim=True)  # the first real token
-        self.offset = (self.position - self.cache_index).gather(1, which)
+        self.begins_at = self.position.gather(1, which)
+        self.offset = self.begins_at - self.cache_index.gather(1, which)
         self.text_start = self.start.gather(1, which)
         self.by_index, self.by_start = self.offset == 0, self.offset == -self.text_start
         self.by_count = torch.zeros_like(self.by_index)
         if counted is not None:
             column = (self.cache_index.gather(1, which) - self.keys[:, :1]).clamp(0, kv_len - 1)
-            self.by_count = counted.expand(batch, -1).gather(1, column) == self.position.gather(1, which)
+            self.by_count = counted.expand(batch, -1).gather(1, column) == self.begins_at
         self.sees_cache, self.origin = self._sees_cache(), self._origin()
 
     def _sees_cache(self) -> Tensor:
@@ -69,6 +80,15 @@ class Numbered:
     def known(self) -> Tensor:
         """True where the positions of all visible keys are known, (batch, 1)."""
         return self.by_index | self.by_start | self.by_count | self.all_padding | ~self.sees_cache
+
+    @property
+    def why_unknown(self) -> str:
+        """The message of the error where rows are not `known`."""
+        unknown, last = ~self.known, (self.first - self.keys[:, :1] - 1).clamp(min=0)
+        if bool((unknown & (self.begins_at == 0)).any()):
+            return _AGAIN
+        seen = self.rows.visible(self.keys.shape[1]).any((1, 2)).expand(len(last), -1)
+        return _PADDED if bool((unknown & ~seen.gather(1, last)).any()) else UNKNOWN
 
     @property
     def regular(self) -> Tensor:

@@ -36,7 +36,7 @@ from .masks import (
     read_own_mask,
     shows_the_future,
 )
-from .numbering import UNKNOWN, Numbered, own_positions
+from .numbering import Numbered, own_positions
 from .token_axes import UNSEEN, by_axis, one_axis
 
 _NO_MASK = "no attention mask arrived, so what each token sees and where it stands is unknown. "
@@ -263,7 +263,7 @@ def _resolve(
         if not bool(unsplit.all()):
             raise ValueError(_SHARD.format(off=int(call.offset.max())))
         if not bool(call.known.all()):
-            raise ValueError(UNKNOWN)
+            raise ValueError(call.why_unknown)
         rows = call.explicit()
         if bool(_goes_back(call, rows, kv_len).any()):
             raise ValueError(_RESET)

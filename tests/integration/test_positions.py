@@ -539,6 +539,25 @@ def test_a_cache_that_holds_more_than_the_prompt_is_named_as_such() -> None:
     close(m(ids[:, 15:], **{CACHE: cache}).logits, m(ids).logits[:, 15:])
 
 
+@torch.no_grad()
+def test_generate_from_prompts_padded_on_the_right_is_refused() -> None:
+    """Padding is at position 0, and generate() goes on with position 1: without a method it writes something else."""
+    m, ids = hf_longattn.apply(stock("llama"), REMAP), tokens(2, 12)
+    mask = torch.ones_like(ids)
+    mask[0, -4:] = 0
+    with pytest.raises(ValueError, match="counts on from the padding, and needs it on the left"):
+        m.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
+
+
+@torch.no_grad()
+def test_prompt_look_up_behind_a_filled_cache_is_refused() -> None:
+    """There generate() reads the whole prompt beside its beginning: without a method it writes something else."""
+    m, ids = hf_longattn.apply(stock("llama"), REMAP), tokens(1, 20)
+    cache = m(ids[:, :12], use_cache=True)[CACHE]
+    with pytest.raises(ValueError, match="reads the whole prompt where it is assisted"):
+        m.generate(ids, **{CACHE: cache}, prompt_lookup_num_tokens=2, max_new_tokens=3, do_sample=False)
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @torch.no_grad()
 def test_a_cache_that_a_refused_call_has_written_to_is_not_continued(kind: str) -> None:
