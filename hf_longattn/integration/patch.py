@@ -1,13 +1,15 @@
 """Patches: where another library offers no hook, one of its functions is wrapped. Each is declared once, with its reason.
 
-The lists: `patches.PATCHES` and `engines.paged.PATCHES` for transformers, `engines.vllm.resolution.PATCHES`, and
-`hf_longattn.sharing.adapters.PATCHES` for PEFT. Nothing else is patched, and nothing by another way than `install`.
+The lists: `patches.PATCHES` and `engines.paged.PATCHES` for transformers, the first for TRL too,
+`engines.vllm.resolution.PATCHES`, and `hf_longattn.sharing.adapters.PATCHES` for PEFT. Nothing else is patched, and nothing
+by another way than `install`.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -20,8 +22,8 @@ class Patch(NamedTuple):
     """One function of another library, and what stands in its place.
 
     Args:
-        owner: the class, or "module:class" of one that is wrapped as soon as its module is imported; or the module of a
-            function, which is wrapped wherever it has been imported by name.
+        owner: the class, or the module of a function, which is wrapped wherever it has been imported by name; or
+            "module:class" or "module" of what is wrapped as soon as that module is imported.
         wrapper: takes the original, then what that takes, and calls it first or last; of a patch that is a `factory`, it takes
             the original alone (None: there was none) and returns what stands in its place.
         why: what would go wrong without.
@@ -34,8 +36,8 @@ class Patch(NamedTuple):
     factory: bool = False
 
     def __str__(self) -> str:
-        owner = self.owner.partition(":")[2] if isinstance(self.owner, str) else self.owner.__name__.rpartition(".")[2]
-        return f"{owner}.{self.name}"
+        owner = self.owner if isinstance(self.owner, str) else self.owner.__name__
+        return f"{re.split('[.:]', owner)[-1]}.{self.name}"
 
 
 _INSTALLED: set[tuple[type | ModuleType | str, str]] = set()
@@ -55,13 +57,15 @@ def install(*patches: Patch) -> None:
 
 def _install_late(patch: Patch) -> None:
     module, _, name = str(patch.owner).partition(":")
-    _install(getattr(sys.modules[module], name), patch)
+    _install(getattr(sys.modules[module], name) if name else sys.modules[module], patch)
 
 
 def _install(owner: type | ModuleType, patch: Patch) -> None:
     present = inspect.getattr_static(owner, patch.name, None)
     if patch.factory:
         setattr(owner, patch.name, patch.wrapper(present))
+        return
+    if present is None:  # another release, in which it is not there
         return
     kind: Any = type(present) if isinstance(present, (classmethod, staticmethod)) else lambda function: function
     original = getattr(present, "__func__", present)

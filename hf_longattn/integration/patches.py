@@ -1,4 +1,4 @@
-"""Functions of Transformers that are wrapped, and why: `PATCHES`, below wrappers that call the original first or last."""
+"""Wrapped functions of Transformers and TRL, and why: `PATCHES`, below wrappers that call the original first or last."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from torch.compiler import is_dynamo_compiling
 from transformers import Cache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import CUSTOM, NO_METHOD, PREFIX, TRIPWIRE, LongAttnConfig, is_whole, read_name
 from ..slots.registry import STOCK, method_class, parameters_of
 from ..user_warnings import warn
+from . import rope
 from .changes import remember
 from .config_records import NameOf, Section, raw_section, record_in, set_record
 from .internals import IMPLEMENTATION, get_implementation, is_part, set_implementation, tracing_context
 from .layer_methods import prepare, refuse_name
-from .layers import View, language_config
+from .layers import View, language_config, pretrained_in
 from .masks import own_implementation
 from .max_length import announce_beside, announce_running
-from .model import apply, change, fits, say_what_runs, warn_of_lost_softcap, warn_untrained
+from .model import apply, change, fits, running, say_what_runs, warn_of_lost_softcap, warn_untrained
 from .names import SERVED, hint, is_longattn_name, methods_in, name_for, ours_in, register_combination, short
 from .offload import keep_learned, refuse_to_save
 from .parameters import initialise
@@ -361,6 +363,12 @@ def _save_pretrained(original: Callable[..., Any], self: Any, save_directory: An
     return out
 
 
+def _hash_module(original: Callable[..., str], module: nn.Module) -> str:
+    if (base := pretrained_in(module)) is None:
+        return original(module)
+    return f"{original(module)} {running(base)} {rope.settings_of(base)}"
+
+
 PATCHES = (
     Patch(
         PreTrainedConfig,
@@ -422,4 +430,10 @@ PATCHES = (
     Patch(Cache, "batch_repeat_interleave", carry_token_axes, "the positions of pictures are repeated with a cache's rows"),
     Patch(Cache, "batch_select_indices", carry_token_axes, "the positions of pictures are selected with a cache's rows"),
     Patch("transformers.trainer:Trainer", "train", train, "it would continue from weights of another attention"),
+    Patch(
+        "trl.trainer.utils",
+        "hash_module",
+        _hash_module,
+        "DPO and KTO would find the reference's log-probabilities that another attention gave the same weights",
+    ),
 )

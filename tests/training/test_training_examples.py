@@ -90,6 +90,24 @@ def test_a_reference_model_of_trl_runs_the_method_of_the_policy(names: dict[str,
 
 
 @pytest.mark.slow
+def test_log_probabilities_of_a_reference_are_those_of_its_method(names: dict[str, Any]) -> None:
+    """TRL keeps them on disk by data and weights, which several methods share."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    exec(SETUP, names)
+    quiet = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True}
+    arguments = trl.DPOConfig("dpo", precompute_ref_log_probs=True, **quiet)
+    data = datasets.Dataset.from_dict({"prompt": ["3 4 5 "], "chosen": names["texts"][:1], "rejected": names["texts"][1:2]})
+
+    def trainer() -> Any:
+        return trl.DPOTrainer(names["model"], args=arguments, train_dataset=data, processing_class=names["tokenizer"])
+
+    first, again = (trainer().train_dataset["ref_chosen_logps"][0] for _ in range(2))
+    hf_longattn.update(names["model"], tau=0.5)
+    assert first == again
+    assert abs(trainer().train_dataset["ref_chosen_logps"][0] - first) > 1e-3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_script(
     name: str,
