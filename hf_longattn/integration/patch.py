@@ -12,6 +12,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -27,6 +28,10 @@ class Patch(NamedTuple):
         wrapper: takes the original, then what that takes, and calls it first or last; of a patch that is a `factory`, it takes
             the original alone (None: there was none) and returns what stands in its place.
         why: what would go wrong without.
+        optional: other releases, which have no such function, need none in its place.
+
+    Raises:
+        ImportError: when it is installed, if the function is not there.
     """
 
     owner: type | ModuleType | str
@@ -34,6 +39,7 @@ class Patch(NamedTuple):
     wrapper: Callable[..., Any]
     why: str
     factory: bool = False
+    optional: bool = False
 
     def __str__(self) -> str:
         owner = self.owner if isinstance(self.owner, str) else self.owner.__name__
@@ -48,11 +54,11 @@ def install(*patches: Patch) -> None:
     for patch in patches:
         if (patch.owner, patch.name) in _INSTALLED:
             continue
-        _INSTALLED.add((patch.owner, patch.name))
         if isinstance(patch.owner, str):
             when_imported(patch.owner.partition(":")[0], functools.partial(_install_late, patch))
         else:
             _install(patch.owner, patch)
+        _INSTALLED.add((patch.owner, patch.name))
 
 
 def _install_late(patch: Patch) -> None:
@@ -65,8 +71,14 @@ def _install(owner: type | ModuleType, patch: Patch) -> None:
     if patch.factory:
         setattr(owner, patch.name, patch.wrapper(present))
         return
-    if present is None:  # another release, in which it is not there
+    if present is None and patch.optional:
         return
+    if present is None:
+        package = (owner.__module__ if isinstance(owner, type) else owner.__name__).partition(".")[0]
+        raise ImportError(
+            f"{package} {version(package)} has no {patch}, without whose wrapper {patch.why}: install a release of {package} "
+            "that this one of hf_longattn was tested with"
+        )
     kind: Any = type(present) if isinstance(present, (classmethod, staticmethod)) else lambda function: function
     original = getattr(present, "__func__", present)
 

@@ -23,6 +23,7 @@ from transformers import (
     CONFIG_MAPPING,
     AttentionMaskInterface,
     AutoModelForCausalLM,
+    Cache,
     LlamaForCausalLM,
     PreTrainedConfig,
     Qwen2_5OmniConfig,
@@ -240,6 +241,13 @@ def foreign_names(tree: ast.AST) -> set[str]:
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
     imports += [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
     return {alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names}
+
+
+def test_a_function_that_a_release_lacks_is_an_error_unless_it_is_optional() -> None:
+    lost = patch.Patch(Cache, "no_such_function", lambda original: original, "positions would be lost")
+    with pytest.raises(ImportError, match=r"transformers \S+ has no Cache\.no_such_function, without .* positions would be"):
+        patch.install(lost)
+    patch.install(lost._replace(name="none_either", optional=True))
 
 
 @pytest.mark.slow
