@@ -65,21 +65,27 @@ class OutputStandardise(OutputNorm):
         return deviation.reshape(-1, 1, 1), mean.reshape(-1, 1, 1)
 
     def normalise(self, output: Tensor, affine: nn.Module | None = None, *constants: Tensor) -> Tensor:
-        by_head = output.to(torch.promote_types(output.dtype, torch.float32)).transpose(1, 2)
+        by_head, wide = output.transpose(1, 2), torch.promote_types(output.dtype, torch.float32)
+        constants = constants or self.constants(output.new_empty(0, dtype=wide))
         x = by_head if self.per_head else by_head.flatten(2)
-        if self._over_processes is None:
+        at_once = self._over_processes is None and (affine is None or not self.per_head)
+        if constants or not at_once:  # else nothing comes behind the kernel, which is as wide by itself
+            x = x.to(wide)
+        if affine is not None and at_once:
+            x = affine(x, epsilon=self.epsilon)
+        elif self._over_processes is None:
             x = torch.nn.functional.layer_norm(x, x.shape[-1:], eps=self.epsilon)
         else:
             variance, own = torch.var_mean(x, -1, correction=0, keepdim=True)
             mean = self._over_processes(own)
             variance = self._over_processes(variance + (own - mean).square())
             x = (x - mean) * torch.rsqrt(variance + self.epsilon)
-        if affine is not None:
+        if affine is not None and not at_once:
             x = affine(x.flatten(2))
         x = x.view(by_head.shape).transpose(1, 2)
-        if constants := constants or self.constants(x):
+        if constants:
             deviation, mean = constants
-            x = deviation * x + mean
+            x = torch.addcmul(mean, x, deviation)
         return x.to(output.dtype)
 
 

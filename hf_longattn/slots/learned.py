@@ -100,7 +100,7 @@ class HeadScale(nn.Module):
 
     def forward(self, factor: Tensor, own: Callable[[Tensor], Tensor] = _all) -> Tensor:
         """`own` takes the part of a parameter that belongs to the heads at hand."""
-        return factor * own(self.weight).to(factor.dtype)[:, None]
+        return factor * own(self.weight)[:, None]
 
 
 class HeadShift(nn.Module):
@@ -111,7 +111,7 @@ class HeadShift(nn.Module):
         self.bias = nn.Parameter(torch.zeros(heads))
 
     def forward(self, x: Tensor, own: Callable[[Tensor], Tensor] = _all) -> Tensor:
-        return x + own(self.bias).to(x.dtype)
+        return x + own(self.bias)
 
 
 class FeatureAffine(nn.Module):
@@ -122,5 +122,11 @@ class FeatureAffine(nn.Module):
         self.weight = nn.Parameter(torch.ones(features))
         self.bias = nn.Parameter(torch.zeros(features))
 
-    def forward(self, x: Tensor, own: Callable[[Tensor], Tensor] = _all) -> Tensor:
-        return torch.addcmul(own(self.bias).to(x.dtype), x, own(self.weight).to(x.dtype))
+    def forward(self, x: Tensor, own: Callable[[Tensor], Tensor] = _all, epsilon: float | None = None) -> Tensor:
+        """`own` as above; with epsilon, x is normalised first, which is added to its variance."""
+        weight, bias = own(self.weight), own(self.bias)
+        if epsilon is None:
+            return torch.addcmul(bias.to(x.dtype), x, weight.to(x.dtype))
+        wide = torch.promote_types(x.dtype, weight.dtype)
+        x, weight, bias = (y.to(wide) for y in (x, weight, bias))
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, epsilon)

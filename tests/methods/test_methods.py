@@ -15,8 +15,9 @@ from cases import CASES, HEADS, LAYERS
 from typer.testing import CliRunner
 
 from hf_longattn.cli import app
-from hf_longattn.methods import AdaptiveTemperature, AttentionSink, OutputStandardise, ScaleInvariant
+from hf_longattn.methods import AdaptiveTemperature, AttentionSink, OutputLayerNorm, OutputStandardise, ScaleInvariant
 from hf_longattn.methods.adaptive_temperature import PUBLISHED
+from hf_longattn.slots.learned import FeatureAffine
 from hf_longattn.slots.registry import method
 
 CPU = torch.device("cpu")
@@ -157,6 +158,21 @@ def test_the_epsilon_of_output_norms_is_added_to_the_variance(deviation: float, 
     got = OutputStandardise().normalise(x).std((1, 3), correction=0)  # statistics over all heads together
     assert torch.allclose(got, torch.full_like(got, (1 + 1e-5 / deviation**2) ** -0.5), atol=1e-9)
     assert float(1 - got.mean()) == pytest.approx(smaller, rel=0.1)
+
+
+@pytest.mark.parametrize("of_weights", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("parameters", [{}, {"deviation": 0.4, "mean": 0.1}, {"per_head": True}], ids=str)
+def test_output_norms_of_half_precision_are_rounded_once(parameters: dict[str, Any], of_weights: torch.dtype) -> None:
+    x = torch.randn(2, 3, 5, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    affine = FeatureAffine(48)
+    with torch.no_grad():
+        for parameter, start in ((affine.weight, 0.3), (affine.bias, -0.5)):
+            parameter.copy_(torch.linspace(start, start + 1, 48).bfloat16())
+    for norm, part in ((OutputStandardise, None), (OutputLayerNorm, affine.to(of_weights))):
+        got = norm(**parameters).normalise(x, part)
+        want = norm(**parameters).normalise(x.double(), part)
+        assert got.dtype == x.dtype
+        assert bool(((got.double() - want).abs() <= 2.0**-8 * want.abs() + 1e-5).all())
 
 
 @pytest.mark.parametrize("beyond", ["published", "saturate"])
