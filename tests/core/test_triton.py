@@ -88,6 +88,20 @@ def test_geometries(geometry: str, options: str) -> None:
     check(*tensors, rows, **arguments(OPTIONS[options], tensors[0]))
 
 
+def test_layouts() -> None:
+    """Outputs and gradients lie by token, as models want them; an output that does not gives the same gradients."""
+    leaves = [x.requires_grad_() for x in inputs(q=19, k=19, dtype=torch.float32)]
+    call = KernelCall(*leaves, AttentionLayout.causal(19, 19, None, 0, CPU), LogitSpec(0.7), with_lse=True)
+    out, lse, _ = triton.run(call)
+    d_out = out.detach().cos()
+    gradients = torch.autograd.grad(out, leaves, d_out)
+    assert all(x.transpose(1, 2).is_contiguous() for x in (out, *gradients))
+    call = call._replace(**{n: x.detach() for n, x in zip(("query", "key", "value"), leaves, strict=True)})
+    for laid in (out.contiguous(), out.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3)):
+        again = triton.gradients(call, d_out, None, None, laid.detach(), lse.detach(), lse.new_empty(0))
+        assert all(torch.equal(a, b) for a, b in zip(again[:3], gradients, strict=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
 def test_explicit_positions(masked: bool) -> None:

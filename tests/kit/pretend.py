@@ -34,7 +34,7 @@ import hf_longattn
 from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.core.kernels import operators, programs, triton
 from hf_longattn.core.kernels import sdpa as kernels_of_torch
-from hf_longattn.core.kernels.kernel import MASK_VALUE, KernelCall, Result
+from hf_longattn.core.kernels.kernel import MASK_VALUE, KernelCall, Result, by_token
 from hf_longattn.core.kernels.rotate import rotate
 from hf_longattn.core.plan import LogitSpec
 from hf_longattn.core.rotary import Rotation
@@ -295,8 +295,9 @@ def _attention(*flat: Any) -> tuple[Tensor, Tensor, Tensor]:
     lse = logits.logsumexp(-1)
     log_p = (logits - lse[..., None]).nan_to_num(-torch.inf, neginf=-torch.inf)
     p = log_p.exp()
-    out = p[0, 0, 0, :0] if call.value is None else p @ _by_head(call.value, call.query)
-    return out.to(flat[0].dtype), lse, -torch.where(p > 0, p * log_p, 0).sum(-1) if call.with_entropy else lse[0, 0, :0]
+    out = None if call.value is None else p @ _by_head(call.value, call.query)
+    entropy = -torch.where(p > 0, p * log_p, 0).sum(-1) if call.with_entropy else lse[0, 0, :0]
+    return flat[0].new_empty(0) if out is None else by_token(flat[0], out.shape[3]).copy_(out), lse, entropy
 
 
 def _gradients(given: Any, *flat: Any) -> tuple[Tensor, ...]:
@@ -312,13 +313,13 @@ def _gradients(given: Any, *flat: Any) -> tuple[Tensor, ...]:
     p, d, d_value = log_p.exp(), torch.zeros_like(log_p), none
     if call.value is not None:
         d += d_out.float() @ _by_head(call.value, call.query).mT - (d_out.float() * out.float()).sum(-1, keepdim=True)
-        d_value = (p.mT @ d_out.float()).unflatten(1, (call.key.shape[1], -1)).sum(2).to(flat[2].dtype)
+        d_value = by_token(flat[2]).copy_((p.mT @ d_out.float()).unflatten(1, (call.key.shape[1], -1)).sum(2))
     if d_lse is not None:
         d += d_lse[..., None]
     if d_entropy is not None:
         d -= d_entropy[..., None] * (log_p.clamp(min=MASK_VALUE) + entropy[..., None])
     found = dict(zip(leaves, torch.autograd.grad(logits, list(leaves.values()), p * d), strict=True))
-    d_query, d_key = (found[name].to(flat[0].dtype) for name in ("query", "key"))
+    d_query, d_key = (by_token(x).copy_(found[name]) for x, name in zip(flat, ("query", "key"), strict=False))
     return d_query, d_key, d_value, *(found.get(name, none) for name in ("row_scale", "bias_scale"))
 
 
@@ -363,7 +364,7 @@ def _weights(logits: Tensor, factor: Tensor | None, sinks: Tensor | None, dtype:
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, features: programs.Features, at: slice | None) -> Tensor:
     first, pairs, interleaved = features
-    return rotate(Rotation(torch.empty(pairs), interleaved, first), x, cos, sin, at).to(x.dtype)
+    return by_token(x).copy_(rotate(Rotation(torch.empty(pairs), interleaved, first), x, cos, sin, at))
 
 
 def _join(out: Tensor, lse: Tensor, new: Tensor, new_lse: Tensor) -> None:
@@ -413,7 +414,12 @@ def _by_head(x: Tensor, query: Tensor) -> Tensor:
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     logits = _logits(query, key, *others)
-    return (logits.softmax(-1) @ _by_head(value, query)).to(query.dtype), logits.logsumexp(-1)
+    return _like(query, logits.softmax(-1) @ _by_head(value, query)), logits.logsumexp(-1)
+
+
+def _like(given: Tensor, x: Tensor) -> Tensor:
+    """x laid out, and rounded, as the kernels lay out what belongs to a tensor that they are given."""
+    return torch.empty_like(given).copy_(x)
 
 
 def _fused_backward(
@@ -424,7 +430,7 @@ def _fused_backward(
     p = (_logits(query, key, *others) - lse[..., None]).exp()
     d = scale * p * (d_out @ _by_head(value, query).mT - (d_out * out.float()).sum(-1, keepdim=True))
     by_head = (x.unflatten(1, (key.shape[1], -1)).sum(2) for x in (d.mT @ query.float(), p.mT @ d_out))
-    return tuple(x.to(query.dtype) for x in (d @ _by_head(key, query), *by_head))
+    return tuple(map(_like, (query, key, value), (d @ _by_head(key, query), *by_head)))
 
 
 def _flash(
@@ -450,6 +456,9 @@ def _cudnn(
 def _cudnn_backward(
     d: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *more: Any, scale: Any = None
 ) -> Any:
+    # torch finds cuDNN's graph by the strides of q, k and v: those of others must be what they are in its own calls
+    alike = [[s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1] for x in (q, out, d)]
+    assert alike[0] == alike[1] == alike[2]
     return _fused_backward(d, q, k, v, out, lse[..., 0], more[2], more[8], scale)
 
 

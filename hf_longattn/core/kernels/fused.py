@@ -9,17 +9,18 @@ the Triton kernel takes a segment that makes many parts.
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..geometry import AttentionLayout
-from ..plan import AttentionPlan, LogitSpec
-from ..tracing import readable
+from ..plan import AttentionPlan, LogitSpec, Operand
+from ..tracing import keepable, readable
 from . import bands, operators, programs, sdpa, triton
 from .by_segment import BySegment
-from .kernel import MASK_VALUE, Kernel, KernelCall, KernelFailure, Result
+from .kernel import MASK_VALUE, Kernel, KernelCall, KernelFailure, Result, by_token
 from .precision import halves_are_fast
 from .tiles import TiledCall
 
@@ -33,6 +34,8 @@ def prepare(plan: AttentionPlan) -> BySegment:
     """sdpa of a plan that is one, else the parts of all segments."""
     if plan.is_product and (plan.rows.plain is not None or plan.dropout or _not_in_parts(plan) is not None):
         return BySegment(plan, sdpa.run)
+    if _has_triton(plan.query):  # it finds entropies in less time
+        return BySegment(plan, triton.run, joined=joined, product=sdpa.run)
     return BySegment(plan, run, wide=True, joined=joined, product=sdpa.run)
 
 
@@ -61,10 +64,13 @@ def joined(calls: list[KernelCall], sinks: Tensor | None) -> Tensor:
     with torch.autocast(calls[0].query.device.type, enabled=False):
         if not taped:
             return _output(pieces, scalings, sinks, value, *sides)[0]
-        return operators.Function.apply("fused", _output, _joined_gradients, pieces, scalings, sinks, value, *sides)[0]  # type: ignore[no-untyped-call]
+        learned = sinks is not None and (sinks.requires_grad or not keepable(sinks))
+        gradients = functools.partial(_joined_gradients, learned)
+        return operators.Function.apply("fused", _output, gradients, pieces, scalings, sinks, value, *sides)[0]  # type: ignore[no-untyped-call]
 
 
 def _joined_gradients(
+    learned: bool,
     d_out: Tensor,
     _: Tensor,
     out: Tensor,
@@ -75,9 +81,10 @@ def _joined_gradients(
     value: Tensor,
     *sides: Tensor,
 ) -> tuple[Tensor | None, ...]:
+    """The gradients of `_output`'s arguments; that of sinks if they are learned."""
     d_value, d_sides = _input_gradients(pieces, scalings, (d_out, out, lse), value, sides)
     d_sinks = None
-    if sinks is not None:  # its probability times what all others have in common
+    if sinks is not None and learned:  # its probability times what all others have in common
         delta = (d_out.to(out.dtype) * out).sum(-1)
         d_sinks = -((_finite(sinks, lse.dtype) - lse).exp() * delta).sum((0, 2)).to(sinks.dtype)
     own = (d.to(x.dtype) for d, x in zip(d_sides, sides, strict=True))
@@ -92,10 +99,15 @@ def _simple(rows: AttentionLayout, kv_len: int) -> AttentionLayout:
 def _pieces(call: KernelCall) -> Pieces:
     """Few large triangles and rectangles, for which a GPU's fused kernels have their speed; else all at once."""
     own = bands.parts(call)
-    if sdpa.device(call.query) == "cpu" or triton.why_not_triton(call.query) is not None:
+    if not _has_triton(call.query):
         return own
     easy = len(own) <= FEW_PARTS and all(part.shape in (bands.ALL, bands.CAUSAL) for part in own)
     return own if easy else call.rows
+
+
+def _has_triton(query: Tensor | Operand) -> bool:
+    """Tell whether the Triton kernel computes such calls on a GPU."""
+    return sdpa.device(query) == "cuda" and triton.why_not_triton(query) is None
 
 
 def _whole(rows: AttentionLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> KernelCall:
@@ -114,7 +126,7 @@ def _output(
     shape, masked = query[0].shape, False
     whole = isinstance(pieces[0], list) and _begins(pieces[0][:1], shape)  # then its own output and logsumexp begin
     if isinstance(pieces[0], list) and not whole:
-        out, lse = query[0].new_empty(shape, dtype=wide), query[0].new_full(shape[:3], float("-inf"), dtype=_finer(wide))
+        out, lse = by_token(query[0], dtype=wide), query[0].new_full(shape[:3], float("-inf"), dtype=_finer(wide))
         if not _begins(pieces[0], shape):
             out.zero_()
     for n, (own, scaling) in enumerate(zip(pieces, scalings, strict=True)):
@@ -185,32 +197,49 @@ def _input_gradients(
     wide = lse.dtype
     d_out, out = (_ready(x, query[0].dtype) for x in (d_out, out))
     lse = lse.masked_fill(_blind(lse, query[0]), 0.0)  # the probability of all that is hidden from it is 0
-    d_value, d_sides = _room(value, wide).zero_(), []
+    d_value: Tensor | None = None
+    d_sides: list[Tensor] = []
     for n, (own, scaling) in enumerate(zip(pieces, scalings, strict=True)):
-        into, d_key = _room(query[n], wide), _room(key[n], wide).zero_()
+        d_query = d_key = None
         if not isinstance(own, list):
             call = _whole(own, query[n], key[n], value, scaling)
-            d_query, own_key, own_value, _, _ = triton.gradients(call, d_out, None, None, out, lse, lse.new_empty(0))
-            d_sides += [into.copy_(d_query), d_key.copy_(own_key)]
-            d_value += own_value
-            continue
-        if not _begins(own, into.shape):
-            into.zero_()
+            d_query, d_key, own_value, _, _ = triton.gradients(call, d_out, None, None, out, lse, lse.new_empty(0))
+            d_value = _added(d_value, own_value, (), value, wide)
+            own = []
+        begins, dtype = _begins(own, query[n].shape), wide if len(own) > 1 else value.dtype
         for part in own:
             own_d, own_query, own_out, own_lse = part.of_rows(d_out, query[n], out, lse)
             own_key, own_value = part.of_columns(key[n], value)
             sees = own_d, own_query, own_key, own_value, own_out, own_lse
-            visible = part.mask(own_query.device)
-            d_query, *d_columns = (part.ordered(d) for d in sdpa.backward(*sees, *visible, scaling))
-            place, columns = (part.batch, slice(None), part.rows), (part.batch, slice(None), part.columns)
-            if part.first:
-                into[place] = d_query
-            else:
-                into[place] += d_query
-            for total, d in zip((d_key, d_value), d_columns, strict=True):
-                total[columns] += d
-        d_sides += [into, d_key]
-    return d_value, d_sides
+            each = sdpa.backward(*sees, *part.mask(own_query.device), scaling)
+            by_query, by_key, by_value = (part.ordered(d) for d in each)
+            rows, columns = (part.batch, slice(None), part.rows), (part.batch, slice(None), part.columns)
+            d_query = _added(d_query, by_query, rows, query[n], dtype, part.first and begins)
+            d_key = _added(d_key, by_key, columns, key[n], dtype)
+            d_value = _added(d_value, by_value, columns, value, wide)
+        d_sides += [torch.zeros_like(x) if d is None else d for d, x in ((d_query, query[n]), (d_key, key[n]))]
+    return torch.zeros_like(value) if d_value is None else d_value, d_sides
+
+
+def _added(
+    total: Tensor | None, d: Tensor, place: tuple[slice, ...], like: Tensor, dtype: torch.dtype, new: bool = False
+) -> Tensor:
+    """Add the gradient of some vectors of a tensor: the first of all of them is taken as it is, others are added in a dtype.
+
+    Args:
+        total: what was added before; None: nothing.
+        new: these are the first of their place, and every place has one.
+    """
+    if total is None and d.shape == like.shape:
+        return d
+    if total is None:
+        total = by_token(like, dtype=dtype) if new else by_token(like, dtype=dtype).zero_()
+    if new:
+        total[place] = d
+        return total
+    total = total.to(dtype)
+    total[place].add_(d)  # += would copy it onto itself
+    return total
 
 
 def _computed(
@@ -238,11 +267,6 @@ def _ready(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _room(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """(batch, heads, length, head_dim), laid out as the fused kernels lay out gradients."""
-    return torch.empty_like(like.transpose(1, 2), dtype=dtype, memory_format=torch.contiguous_format).transpose(1, 2)
-
-
 def _begins(own: list[bands.Part], shape: torch.Size) -> bool:
     """Tell whether the first parts of rows are all rows."""
     first = sum((p.batch.stop - p.batch.start) * (p.rows.stop - p.rows.start) for p in own if p.first)
@@ -264,7 +288,7 @@ def _attend(call: KernelCall) -> Result:
         top = lse.masked_fill(lse == float("-inf"), 0.0)
         entropy = (top - call.spec.scaling * (call.query.to(out.dtype) * out).sum(-1)).clamp_(min=0.0)
     out = call.query.new_zeros(0) if call.value is None else out.to(call.query.dtype)
-    return out.contiguous(), lse.contiguous(), entropy  # as graphs are told
+    return out, lse, entropy
 
 
 def _gradients(
@@ -286,8 +310,8 @@ def _gradients(
         d_out, out = _with_product(d_out, delta)
     sides = call.query, call.key
     d_value, d_sides = _input_gradients([bands.parts(call)], [call.spec.scaling], (d_out, out, lse), call.value, sides)
-    d_query, d_key = (d.to(x.dtype).contiguous() for d, x in zip(d_sides, sides, strict=True))
-    d_value = lse.new_zeros(0) if call.value is None else d_value.to(call.value.dtype).contiguous()
+    d_query, d_key = (d.to(x.dtype) for d, x in zip(d_sides, sides, strict=True))
+    d_value = lse.new_zeros(0) if call.value is None else d_value.to(call.value.dtype)
     return d_query, d_key, d_value, lse.new_zeros(0), lse.new_zeros(0)
 
 
@@ -309,16 +333,15 @@ run = operators.attention("fused", _attend, _gradients)
 
 
 def _preferred(plan: AttentionPlan) -> bool:
-    """Prefer it for a plain product over the lower triangle. Else on CUDA where rows may be read and no temperature goes by
-    entropy; on a CPU unless such a temperature acts on rows that are not plain, or a score of a method's own on half precision
-    that the CPU is fast in.
+    """Prefer it for a plain product over the lower triangle. Else on CUDA where rows may be read; on a CPU unless a
+    temperature by entropy acts on rows that are not plain, or a score of a method's own on half precision that it is fast in.
     """
     if plan.is_product and plan.rows.plain is not None:
         return True
     if plan.dropout or _not_in_parts(plan) is not None:
         return False
     if sdpa.device(plan.query) == "cuda":
-        return plan.readable and plan.temper is None
+        return plan.readable and (plan.temper is None or _has_triton(plan.query))
     if plan.temper is not None and plan.rows.plain is None:
         return False
     return sdpa.device(plan.query) == "cpu" and (plan.fold is None or not halves_are_fast(plan.value))

@@ -74,6 +74,12 @@ class KernelCall(NamedTuple):
         return logits, rows.visible(keys)
 
 
+def by_token(like: Tensor, width: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Room for (batch, heads, length, width) where a token's heads lie beside each other, as a model's own layers want it."""
+    batch, heads, length, own = like.shape
+    return like.new_empty(batch, length, heads, own if width is None else width, dtype=dtype).transpose(1, 2)
+
+
 class KernelFailure(RuntimeError):
     """A kernel could not be compiled or loaded on this machine; nothing was computed."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..geometry import AttentionLayout
 from ..plan import LogitSpec
 from ..tracing import keepable, readable
-from .kernel import KernelCall, Result
+from .kernel import KernelCall, Result, by_token
 
 T = TypeVar("T")
 #: The arguments of a call that have gradients.
@@ -130,7 +130,7 @@ def attention_operator(name: str, forward: Forward, gradients: Gradients) -> Cal
     arguments, results = schema(KernelCall), "(Tensor, Tensor, Tensor)"
     operator = torch.library.custom_op(
         f"hf_longattn::{name}",
-        lambda *flat: forward(rebuild(KernelCall, iter(flat))),
+        lambda *flat: _as_told(forward(rebuild(KernelCall, iter(flat)))),
         mutates_args=(),
         schema=f"({arguments}) -> {results}",
     )
@@ -139,7 +139,7 @@ def attention_operator(name: str, forward: Forward, gradients: Gradients) -> Cal
     def _(*flat):  # type: ignore[no-untyped-def]
         call = rebuild(KernelCall, iter(flat))
         query, value, shape = call.query, call.value, call.query.shape[:-1]
-        out = query.new_empty((0,) if value is None else (*shape, value.shape[-1]))
+        out = query.new_empty(0) if value is None else by_token(query, value.shape[-1])
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         return out, *(query.new_empty(shape if asked else (0,), dtype=dtype) for asked in (True, call.with_entropy))
 
@@ -150,14 +150,13 @@ def attention_operator(name: str, forward: Forward, gradients: Gradients) -> Cal
         f"{arguments}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     )
     def backward(d_out, d_lse, d_entropy, out, lse, entropy, *flat):  # type: ignore[no-untyped-def]
-        return gradients(rebuild(KernelCall, iter(flat)), d_out, d_lse, d_entropy, out, lse, entropy)
+        return _as_told(gradients(rebuild(KernelCall, iter(flat)), d_out, d_lse, d_entropy, out, lse, entropy))
 
     @backward.register_fake
     def _(d_out, d_lse, d_entropy, out, lse, entropy, *flat):  # type: ignore[no-untyped-def]
         call = rebuild(KernelCall, iter(flat))
         d_query, d_key, d_value = (
-            call.key.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-            for x in (call.query, call.key, call.value)
+            call.key.new_empty(0) if x is None else by_token(x) for x in (call.query, call.key, call.value)
         )
         scales = (call.spec.row_scale, call.spec.bias_scale)
         return d_query, d_key, d_value, *(lse.new_empty(0 if x is None else lse.shape) for x in scales)
@@ -168,6 +167,11 @@ def attention_operator(name: str, forward: Forward, gradients: Gradients) -> Cal
 
     operator.register_autograd(differentiate, setup_context=save)
     return operator
+
+
+def _as_told(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Lay out results as graphs are told that they are."""
+    return tuple(x.transpose(1, 2).contiguous().transpose(1, 2) if x.ndim == 4 else x.contiguous() for x in results)
 
 
 def attention_function(name: str, forward: Forward, gradients: Gradients) -> Callable[..., Result]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..plan import LogitSpec, Operand
 from ..tracing import readable
-from .kernel import KernelFailure
+from .kernel import KernelFailure, by_token
 
 try:
     import triton
@@ -271,7 +271,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, features: Features, at: slice | 
     own = x if at is None else x[:, :, at]
     own = own if own.stride(-1) == 1 else own.contiguous()
     (first, pairs, interleaved), (batch, heads, length, width) = features, own.shape
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = by_token(x)
     into, block = (out if at is None else out[:, :, at]), 32
     if at is not None:
         out[:, :, : at.start], out[:, :, at.stop :] = 0.0, 0.0

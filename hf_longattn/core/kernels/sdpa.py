@@ -192,8 +192,10 @@ def backward(
         options = {"attn_mask": bias, "scale": scaling}
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(d_out, *sides, out, lse, 0.0, causal, **options)
     if bias is None and _takes_cudnn(query, key):
-        seed = torch.zeros((), dtype=torch.int64, device=query.device)  # dropout's, which is not read
-        given = d_out.contiguous(), *sides, out, lse[..., None].contiguous(), seed, seed, None, None, None
+        # d_out as it comes, as in torch's own calls: releases of torch find cuDNN's graph, which is made for the strides of
+        # all that it is given, by those of query, key and value alone
+        seed = query.new_empty((), dtype=torch.int64)  # dropout's, which is not read
+        given = d_out, *sides, out, lse[..., None].contiguous(), seed, seed, None, None, None
         ends = query.shape[2], key.shape[2], 0.0, causal
         return aten._scaled_dot_product_cudnn_attention_backward(*given, *ends, scale=scaling)
     state = query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64)  # dropout's, which is not read

@@ -26,7 +26,7 @@ from ..plan import Operand
 from ..tables import made_of
 from . import operators, programs, sdpa, tiles
 from .by_segment import BySegment
-from .kernel import MARGIN, Kernel, KernelCall, KernelFailure, Result
+from .kernel import MARGIN, Kernel, KernelCall, KernelFailure, Result, by_token
 
 try:
     import triton
@@ -345,7 +345,7 @@ def _forward(call: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
     call = _contiguous(call)
     query, key, value = call.query, call.key, call.value
     batch, heads, q_len, _ = query.shape
-    out = query.new_empty((0,) if value is None else (batch, heads, q_len, value.shape[-1]))
+    out = query.new_empty(0) if value is None else by_token(query, value.shape[-1])
     lse = query.new_empty((batch, heads, q_len), dtype=torch.float32)
     entropy = query.new_empty((batch, heads, q_len) if call.with_entropy else (0,), dtype=torch.float32)
     (tensors, strides), numbers = _inputs(call, lse), _factors(call)
@@ -371,14 +371,14 @@ def gradients(
     query, key, value, spec = call.query, call.key, call.value, call.spec
     batch, heads, q_len, _ = query.shape
     kv_heads, kv_len = key.shape[1:3]
-    d_query, d_key = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key))
-    d_value = key.new_empty(0) if value is None else torch.empty(value.shape, dtype=value.dtype, device=key.device)
+    d_query, d_key, d_value = (key.new_empty(0) if x is None else by_token(x) for x in (query, key, value))
     d_row_scale, d_bias_scale = (lse.new_empty(0 if x is None else lse.shape) for x in (spec.row_scale, spec.bias_scale))
     if spec.gain is None:
         d_bias_scale.zero_()
     delta = torch.empty_like(lse)
     do = query if value is None else d_out.to(query.dtype)
     do = do if do.stride(-1) == 1 else do.contiguous()
+    read = out if value is None else out.transpose(1, 2).contiguous()
     by_row = [lse if x is None else x.float().contiguous() for x in (d_lse, d_entropy)]
     (tensors, strides), numbers = _inputs(call, lse), _factors(call)
     vectors = (query, key, key if value is None else value, do)
@@ -387,7 +387,7 @@ def gradients(
 
     def by_rows(tile: TileSizes, constants: dict[str, Any]) -> None:
         kernels.query_kernel[(triton.cdiv(q_len, tile.rows) * batch * heads,)](
-            *vectors, out, d_query, d_row_scale, d_bias_scale, lse, by_row[0], delta, entropy, by_row[1],
+            *vectors, read, d_query, d_row_scale, d_bias_scale, lse, by_row[0], delta, entropy, by_row[1],
             *tensors, *strides, *do.stride()[:3], q_len, kv_len, *scalars, HAS_DLSE=d_lse is not None, **constants,
         )  # fmt: skip
 

@@ -7,7 +7,8 @@ A tile of rows and columns is computed in one of three ways, each in a loop of i
 - far: every pair is visible, and the tables are polynomials of the distance, of the lowest degree that is exact enough.
 
 Rows are those of `AttentionLayout.index`; the programs count everything in columns, from the first key on. Logits are in
-units of ln 2, so that exp2 serves. Offsets that grow with batch, head or length are int64.
+units of ln 2, so that exp2 serves. Offsets that grow with batch, head or length are int64. Outputs and gradients are laid out
+by token, see `kernel.by_token`.
 """
 # fmt: off
 # mypy: ignore-errors
@@ -250,7 +251,8 @@ def forward_kernel(
         tl.store(Entropy + flat, tl.where(visible, (tl.log2(safe) - w / safe) * LN2, 0.0), mask=there)
     if VALUE:
         out = acc * (share / safe)[:, None] if DROPOUT else acc / safe[:, None]
-        tl.store(Out + flat[:, None] * E + e[None, :], out.to(Out.dtype.element_ty), mask=there[:, None] & (e < E)[None, :])
+        at = (b * M + row) * HEADS + h
+        tl.store(Out + at * E + e[None, :], out.to(Out.dtype.element_ty), mask=there[:, None] & (e < E)[None, :])
 
 @triton.jit
 def _d_logits(
@@ -340,7 +342,7 @@ def query_kernel(
     do, delta = q, tl.zeros((ROWS,), tl.float32)
     if VALUE:  # sum_j P dP, less what the logsumexp passes on
         do = _load(DO + b * stride_db + h * stride_dh, block * ROWS, r, stride_dm, 0, M, True, E, EP)
-        out = _load(Out + (b * HEADS + h) * M * E, block * ROWS, r, E, 0, M, True, E, EP)
+        out = _load(Out + (b * M * HEADS + h) * E, block * ROWS, r, HEADS * E, 0, M, True, E, EP)
         delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
     if HAS_DLSE:
         delta -= tl.load(DLse + flat, mask=there, other=0.0)
@@ -388,7 +390,8 @@ def query_kernel(
             True, 0, COLUMNS, D, DP, E, EP, PRECISION, 1 if MAP else STAGES,
         )
     dq = dq * (x * back)
-    tl.store(DQ + flat[:, None] * D + d[None, :], dq.to(DQ.dtype.element_ty), mask=there[:, None] & (d < D)[None, :])
+    at = (b * M + row) * HEADS + h
+    tl.store(DQ + at * D + d[None, :], dq.to(DQ.dtype.element_ty), mask=there[:, None] & (d < D)[None, :])
     if HAS_X:
         tl.store(DX + flat, dx * LN2, mask=there)
     if HAS_Y:
@@ -545,7 +548,7 @@ def key_kernel(
                 MAP, SOFTCAP, HAS_X, HAS_Y, IDS, LINEAR, ALLOWED, DROPOUT, VALUE, ENTROPY,
                 True, 0, ROWS, COLUMNS, D, DP, E, EP, PRECISION, 1 if MAP else STAGES,
             )
-    flat = (b * kv_heads + kv_head) * N + k0 + n
+    flat = (b * N + k0 + n) * kv_heads + kv_head
     tl.store(DK + flat[:, None] * D + d[None, :], (dk * back).to(DK.dtype.element_ty), mask=there[:, None] & (d < D)[None, :])
     if VALUE:
         tl.store(DV + flat[:, None] * E + e[None, :], dv.to(DV.dtype.element_ty), mask=there[:, None] & (e < E)[None, :])
