@@ -20,9 +20,10 @@ from hf_longattn import LongAttnConfig, reference_attention
 from hf_longattn.core.attend import attend, plan_of
 from hf_longattn.core.call import Call
 from hf_longattn.core.geometry import AttentionLayout
-from hf_longattn.core.kernels import bands, fused, operators, sdpa
+from hf_longattn.core.kernels import bands, by_segment, fused, operators, sdpa
 from hf_longattn.core.kernels.kernel import KernelCall
 from hf_longattn.core.plan import LogitSpec
+from hf_longattn.methods.cosscale import CosScale
 
 preset = LongAttnConfig.preset
 bands_attention = by_options(fused.run)
@@ -324,6 +325,27 @@ def test_unit_vectors_are_those_of_the_fold(dtype: torch.dtype) -> None:
     got = hf_longattn.attention(*leaves, METHODS["cosscale"], **BANDS)
     assert bool(got.isfinite().all())
     assert torch.equal(got, with_gradients(hf_longattn.attention, leaves, METHODS["cosscale"], **BANDS)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_folded_into_queries_has_the_gradients_of_its_formula(dtype: torch.dtype) -> None:
+    """No further from those in float64 than autograd's, of a factor by head too; a zero vector has a finite one."""
+    x, (factor, *_) = inputs(q=70, d=16, dtype=dtype)[0], inputs(b=1, q=70, d=1, dtype=torch.float32)
+    x[0, 1, 3], factor = 0, factor[..., 0].abs()
+
+    def scaled(x: Tensor, factor: Tensor) -> Tensor:
+        return (x * factor[..., None]).to(x.dtype)
+
+    def unit(x: Tensor) -> Tensor:
+        return CosScale().fold(x, x)[0]
+
+    for ours, formula, leaves in ((by_segment._scaled, scaled, [x, factor]), (by_segment._Unit.apply, unit, [x])):
+        exact = with_gradients(formula, [y.double() for y in leaves])
+        found, autograd = with_gradients(ours, leaves), with_gradients(formula, leaves)
+        assert torch.equal(found[0], autograd[0])
+        for got, theirs, want in zip(found, autograd, exact, strict=True):
+            assert got.dtype == theirs.dtype
+            assert (got.double() - want).norm() <= 1.1 * (theirs.double() - want).norm() + 1e-6 * want.norm()
 
 
 # CUDA -----------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..geometry import AttentionLayout
 from ..plan import AttentionPlan
@@ -52,7 +53,7 @@ class BySegment:
         self.run, self.joined, self.tempered, self.product = run, joined, tempered, product
         folds = plan.fold is not None or plan.by_length is not None or plan.temper is not None
         self.fold, self.temper = plan.fold, plan.temper
-        if plan.cosine is not None and plan.keepable and not plan.trains:
+        if plan.cosine is not None and plan.keepable:
             self.fold = functools.partial(_units, plan.cosine)
         self.wide, self.runs_wide, self.widens = plan.wide, wide, wide and folds and device.type == "cpu"
         #: those of which some row may see a key: rows, and what is turned of queries and of keys
@@ -157,22 +158,52 @@ def _scored(call: KernelCall, factor: float | Tensor) -> KernelCall:
 
 
 def _scaled(query: Tensor, factor: Tensor) -> Tensor:
-    """Multiply queries by a factor for each row, rounded once: in one pass over memory where nothing is differentiated."""
+    """Multiply queries by a factor for each row, rounded once: in one pass over memory, and one for their gradients."""
     taped = torch.is_grad_enabled() and (query.requires_grad or factor.requires_grad)
-    if taped or not shareable(query):
+    if not shareable(query) or (taped and query.dtype == factor.dtype):
         return (query * factor[..., None]).to(query.dtype)
+    if taped:
+        return _Scaled.apply(query, factor)  # type: ignore[no-any-return, no-untyped-call]
     return torch.mul(query, factor[..., None], out=torch.empty_like(query))
 
 
+class _Scaled(torch.autograd.Function):
+    """`_scaled`, of which autograd would keep, and read again, what is wider than queries."""
+
+    @staticmethod
+    def forward(ctx, query, factor):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(query, factor)
+        return torch.mul(query, factor[..., None], out=torch.empty_like(query))
+
+    @staticmethod
+    def backward(ctx, d):  # type: ignore[no-untyped-def]
+        query, factor = ctx.saved_tensors
+        by_row = (d.to(factor.dtype) * query).sum(-1).sum_to_size(factor.shape) if ctx.needs_input_grad[1] else None
+        return _scaled(d, factor), by_row
+
+
 def _units(scale: float, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
-    """The fold of a score that is scale cos(q, k), where nothing is differentiated: each side is written once, rounded."""
-    return _unit(query), _unit(key), scale
+    """The fold of a score that is scale cos(q, k): each side is written once, rounded."""
+    return _Unit.apply(query), _Unit.apply(key), scale  # type: ignore[no-untyped-call]
 
 
-def _unit(x: Tensor) -> Tensor:
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-    norm.clamp_(min=torch.finfo(norm.dtype).tiny)  # a zero vector stays zero
-    return torch.div(x, norm, out=torch.empty_like(x))
+class _Unit(torch.autograd.Function):
+    """x / |x|; a zero vector stays zero, with the gradient of x itself. Norms in float32 at least."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+        norm.clamp_(min=torch.finfo(norm.dtype).tiny)
+        ctx.save_for_backward(x, norm)
+        return torch.div(x, norm, out=torch.empty_like(x))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d):  # type: ignore[no-untyped-def]
+        x, norm = ctx.saved_tensors
+        d, norm = d.to(norm.dtype), norm.masked_fill(norm <= torch.finfo(norm.dtype).tiny, 1.0)
+        along = (d * x).sum(-1, keepdim=True).div_(norm * norm)
+        return torch.div(torch.addcmul(d, x, along, value=-1.0), norm, out=torch.empty_like(x))
 
 
 def _tempered(call: KernelCall, factor: Tensor) -> KernelCall:
