@@ -33,8 +33,10 @@ def lower(call: Call) -> AttentionPlan:
         logits = LogitSpec(logits.scaling, call.softcap, gain, bias, sinks=logit_map.sink_tokens)
     made, score, temperature = segments(call), config.score, config.temperature
     by_length, temper = None, None
+    polynomial: tuple[float, ...] = ()
     if isinstance(temperature, EntropyTemperature):
         temper = temperature.prepared(query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32)))
+        polynomial = temperature.polynomial
     elif isinstance(temperature, LengthTemperature):
         visible = functools.reduce(torch.add, (segment.rows.count(call.kv_len) for segment in made))
         by_length = temperature.factor(visible.double(), query.shape[3])
@@ -51,6 +53,7 @@ def lower(call: Call) -> AttentionPlan:
         cosine=None if score is None else score.cosine,
         by_length=by_length,
         temper=temper,
+        polynomial=polynomial,
         sinks=functools.partial(joint_sinks, config, call.table_cache),
         finish=functools.partial(finish, config, call.table_cache),
         learned=learned,

@@ -167,6 +167,8 @@ class AttentionPlan:
         by_length: a factor on the scores of each row, float64 (batch or 1, heads or 1, q_len), before its learned part; on the
             device of queries unless it is one number that nothing learns from.
         temper: from the entropy of each row, (batch, heads, q_len) in nats, to a factor on its finished logits.
+        polynomial: what `temper` computes, where it is one: the entropies that lower and higher ones are held at, then the
+            coefficients, the highest power first; empty: it is none.
         sinks: from a query, the learned parts and the model's sink logits to the logarithm of what joins the denominators,
             (heads,), or None.
         finish: from the weighted sum of values and the learned parts to the output.
@@ -194,6 +196,7 @@ class AttentionPlan:
     cosine: float | None = None
     by_length: Tensor | None = None
     temper: Callable[[Tensor], Tensor] | None = None
+    polynomial: tuple[float, ...] = ()
     learned: frozenset[str] = frozenset()
     model_sinks: bool = False
     names: Mapping[str, str] = field(default_factory=dict)

@@ -318,6 +318,13 @@ class EntropyTemperature(Temperature, ABC):
     def factor(self, entropy: Tensor) -> Tensor:
         """The multiplier, differentiable, shape of entropy."""
 
+    @property
+    def polynomial(self) -> tuple[float, ...]:
+        """`factor` as a polynomial: the entropies that lower and higher ones are held at, then its coefficients, the highest
+        power first; empty where it is none.
+        """
+        return ()
+
     def prepared(self, like: Tensor) -> Callable[[Tensor], Tensor]:
         """`factor` for entropies of a dtype and a device, with constants that all layers of a pass share."""
         return self.factor

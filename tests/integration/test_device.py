@@ -132,7 +132,7 @@ KERNELS = {
     "cosscale": (preset("cosscale"), 4),
     "scale_invariant": (preset("scale_invariant"), 8),
     "alibi": (preset("alibi"), 8),
-    "adaptive_temperature": (preset("adaptive_temperature"), 9),  # its polynomial is four, in PyTorch
+    "adaptive_temperature": (preset("adaptive_temperature"), 4),
     "attention_sink": (preset("attention_sink"), 8),
     "windowed": (preset("windowed", window=6), 8),
     "streaming": (preset("streaming", window=6), 14),
@@ -141,7 +141,8 @@ KERNELS = {
     "self_extend": (preset("self_extend", window=6, group=2), 14),
     "dual_chunk": (preset("dual_chunk", chunk=6, local=2), 14),
     "rerope+infoscale": (preset("rerope+infoscale", window=6, train_length=7), 14),
-    "scale_invariant+adaptive": (preset("scale_invariant+adaptive_temperature"), 14),
+    "scale_invariant+adaptive": (preset("scale_invariant+adaptive_temperature"), 4),
+    "output_layer_norm": (preset("output_layer_norm"), 2),
 }
 
 
@@ -292,21 +293,42 @@ def test_kernels_of_a_decoded_token(case: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "most"), [("cosscale", 6), ("attention_sink", 5), ("infoscale", 1)])
-def test_kernels_of_a_prompt(case: str, most: int) -> None:
-    """Beyond those of the unmodified model, by layer: where a part is all rows, its output is not copied."""
+@pytest.mark.parametrize(
+    ("case", "prompt", "training"),
+    [
+        ("infoscale", 1, 2),
+        ("alibi", 0, 4),
+        ("cosscale", 6, 24),
+        ("attention_sink", 5, 8),
+        ("output_layer_norm", 1, 2),
+        ("long windows", 0, 5),
+        ("long rerope", 4, 24),
+        ("rerope+adaptive", 26, 100),
+    ],
+)
+def test_kernels_of_a_layer(case: str, prompt: int, training: int) -> None:
+    """Beyond those of the unmodified model: no output is copied, and no gradient that is all there is."""
+    long = {"long windows": preset("windowed", window=80), "long rerope": preset("rerope", window=80)}
+    long["rerope+adaptive"] = preset("rerope+adaptive_temperature", window=80)
     kernels = []
-    for config in (None, KERNELS[case][0]):
+    for config in (None, long[case] if case in long else KERNELS[case][0]):
         for layers in (1, 2):
             m = stock("llama", num_hidden_layers=layers)
             m = m if config is None else hf_longattn.apply(m, config)
-            with pretend.device() as device, torch.no_grad():
+            with pretend.device() as device:
                 m.to("cuda", torch.bfloat16)
                 m.tie_weights()
+                ids = tokens(1, 200).to("cuda")
+                with torch.no_grad():
+                    m(ids, use_cache=False)
+                    device.clear()
+                    m(ids, use_cache=False)
+                kernels.append([device.kernels.total()])
                 device.clear()
-                prefill(m, tokens(1, LENGTH).to("cuda"))
-            kernels.append(device.kernels.total())
-    assert kernels[3] - kernels[2] - (kernels[1] - kernels[0]) <= most
+                m(ids, use_cache=False).logits.sum().backward()
+                kernels[-1].append(device.kernels.total())
+    for n, most in enumerate((prompt, training)):
+        assert kernels[3][n] - kernels[2][n] - (kernels[1][n] - kernels[0][n]) <= most
 
 
 @pytest.mark.parametrize("case", crossed(KERNELS, FEW[::3]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import re
 import subprocess
 import sys
@@ -107,6 +108,7 @@ def decoding(dtype: torch.dtype, head_dim: int, options: dict[str, Any]) -> None
     logits = programs.scores(query, key, [interval], spec, 0.1, None, options.get("normed", False), layout)
     programs.entropies(logits)
     programs.weights(logits, logits.new_ones(logits.shape[:3]), logits.new_ones(32), dtype)
+    programs.weights(logits, None, None, dtype, (0.5, math.inf, -1.0, 2.0, 1.0))
     programs.turned(key, cos[1], cos[1], layout, None)
     programs.join(key, torch.ones(1, 8, n), key, torch.ones(1, 8, n))
 

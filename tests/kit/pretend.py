@@ -355,7 +355,14 @@ def _entropies(logits: Tensor) -> Tensor:
     return -(log_p.exp() * log_p).sum(-1) * (logits.amax(-1) > MASK_VALUE / 2)
 
 
-def _weights(logits: Tensor, factor: Tensor | None, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _weights(
+    logits: Tensor, factor: Tensor | None, sinks: Tensor | None, dtype: torch.dtype, polynomial: Sequence[float] = ()
+) -> Tensor:
+    if polynomial:
+        low, high, *coefficients = polynomial
+        entropy, factor = _entropies(logits).clamp(low, high), torch.zeros(())
+        for coefficient in coefficients:
+            factor = factor * entropy + coefficient
     seen = logits > MASK_VALUE / 2
     logits = torch.where(seen, logits if factor is None else logits * factor[..., None], MASK_VALUE)
     sink = logits[..., :0] if sinks is None else sinks[:, None, None].expand(*logits.shape[:3], 1)

@@ -25,6 +25,7 @@ class FewOnCUDA:
         query, rows, self.kv_len = plan.query, plan.rows, plan.kv_len
         device, rotation, known = query.device, plan.rotation, readable(plan.rows.index)
         self.spec, self.fold, self.cosine, self.temper = plan.logits, plan.fold, plan.cosine, plan.temper
+        self.polynomial = plan.polynomial
         self.features = None if rotation is None else rotation.features
         self.group = query.shape[1] // plan.key.shape[1]
         self.segments: list[programs.DeviceSegment] = []
@@ -63,8 +64,8 @@ class FewOnCUDA:
         if query.dtype != key.dtype:
             query = query.to(key.dtype)
         logits = programs.scores(query, key, self.segments, self.spec, scaling, factor, normed, self.features, self._known)
-        by_entropy = None if self.temper is None else self.temper(programs.entropies(logits))
-        weights = programs.weights(logits, by_entropy, sinks, value.dtype)
+        by_entropy = self.temper(programs.entropies(logits)) if self.temper is not None and not self.polynomial else None
+        weights = programs.weights(logits, by_entropy, sinks, value.dtype, self.polynomial)
         out = self._averaged(weights.view(-1, self.group * shape[2], weights.shape[3]), value.flatten(0, 1)).view(*shape, -1)
         return out if out.dtype == dtype else out.to(dtype)
 

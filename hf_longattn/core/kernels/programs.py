@@ -218,23 +218,32 @@ def _entropies(logits: Tensor) -> Tensor:
     return out
 
 
-def weights(logits: Tensor, factor: Tensor | None, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
+def weights(
+    logits: Tensor,
+    factor: Tensor | None,
+    sinks: Tensor | None,
+    dtype: torch.dtype,
+    polynomial: Sequence[float] = (),
+) -> Tensor:
     """The softmax of each row of `scores`' logits times its factor, beside a sink; 0 where nothing is visible.
 
     Args:
         factor: float32 (batch, heads, q_len); None is 1.
         sinks: float32 (heads,), the logarithm of what joins the denominators.
+        polynomial: gives the factor by the row's entropy, see `AttentionPlan`; empty: `factor` is it.
     """
     own = _weights if readable(logits) else torch.ops.hf_longattn.weights
-    return own(logits, factor, sinks, dtype)  # type: ignore[no-any-return]
+    return own(logits, factor, sinks, dtype, list(polynomial))  # type: ignore[no-any-return]
 
 
-def _weights(logits: Tensor, factor: Tensor | None, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _weights(
+    logits: Tensor, factor: Tensor | None, sinks: Tensor | None, dtype: torch.dtype, polynomial: list[float]
+) -> Tensor:
     out = torch.empty_like(logits, dtype=dtype)
     _, heads, q_len, room = logits.shape
     factor, sinks = (None if x is None else x.float().contiguous() for x in (factor, sinks))
     by_row = [logits if x is None else x for x in (factor, sinks)]
-    has = {"FACTOR": factor is not None, "SINKS": sinks is not None}
+    has = {"FACTOR": factor is not None, "SINKS": sinks is not None, "POLYNOMIAL": tuple(polynomial)}
     constants = {"HEADS": heads, "BLOCK": BLOCK, "num_warps": 4}
     _launch("weights_kernel", (out.numel() // room,), logits, out, *by_row, room, q_len, **constants, **has)
     return out
@@ -261,8 +270,8 @@ _operator("entropies", _entropies, "(Tensor logits) -> Tensor", lambda logits: l
 _operator(
     "weights",
     _weights,
-    "(Tensor logits, Tensor? factor, Tensor? sinks, ScalarType dtype) -> Tensor",
-    lambda logits, factor, sinks, dtype: torch.empty_like(logits, dtype=dtype),
+    "(Tensor logits, Tensor? factor, Tensor? sinks, ScalarType dtype, float[] polynomial) -> Tensor",
+    lambda logits, factor, sinks, dtype, polynomial: torch.empty_like(logits, dtype=dtype),
 )
 
 

@@ -110,13 +110,12 @@ def scores_kernel(
         tl.store(into, tl.full((ROWS, COLUMNS), -1e30, tl.float32), mask=room)
 
 @triton.jit
-def entropies_kernel(S, Entropy, width, BLOCK: tl.constexpr):
+def _entropy(S, width, BLOCK: tl.constexpr):
     """The entropy of the softmax of a row of logits, in nats."""
-    row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     m, total, w = tl.full((BLOCK,), -1e30, tl.float32), tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for first in range(0, width, BLOCK):
-        s = tl.load(S + row * width + first + c, mask=first + c < width, other=-1e30)
+        s = tl.load(S + first + c, mask=first + c < width, other=-1e30)
         top = tl.maximum(m, s)
         shrink, p = tl.exp(m - top), tl.exp(s - top)
         p = tl.where(s > -5e29, p, 0.0)
@@ -128,17 +127,33 @@ def entropies_kernel(S, Entropy, width, BLOCK: tl.constexpr):
     w = tl.sum(shrink * (w + tl.where(total > 0, (m - largest) * total, 0.0)), 0)
     total = tl.sum(total * shrink, 0)
     safe = tl.where(total > 0, total, 1.0)
-    tl.store(Entropy + row, tl.where(total > 0, tl.log(safe) - w / safe, 0.0))
+    return tl.where(total > 0, tl.log(safe) - w / safe, 0.0)
+
+@triton.jit
+def entropies_kernel(S, Entropy, width, BLOCK: tl.constexpr):
+    """The entropies of all rows."""
+    row = tl.program_id(0).to(tl.int64)
+    tl.store(Entropy + row, _entropy(S + row * width, width, BLOCK))
 
 @triton.jit
 def weights_kernel(
     S, P, Factor, Sinks, width, M,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, FACTOR: tl.constexpr, SINKS: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, FACTOR: tl.constexpr, SINKS: tl.constexpr, POLYNOMIAL: tl.constexpr,
 ):
-    """The softmax of a row of logits times a factor, beside a sink; 0 where nothing is visible."""
+    """The softmax of a row of logits times a factor, beside a sink; 0 where nothing is visible.
+
+    POLYNOMIAL: the factor is one of the row's entropy; the entropies that others are held at, then its coefficients, the
+    highest power first.
+    """
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     factor = tl.load(Factor + row) if FACTOR else 1.0
+    if len(POLYNOMIAL):
+        entropy = _entropy(S + row * width, width, BLOCK)
+        entropy = tl.minimum(tl.maximum(entropy, POLYNOMIAL[0]), POLYNOMIAL[1])
+        factor = 0.0
+        for n in tl.static_range(2, len(POLYNOMIAL)):
+            factor = factor * entropy + POLYNOMIAL[n]
     m, total = tl.full((BLOCK,), -1e30, tl.float32), tl.zeros((BLOCK,), tl.float32)
     for first in range(0, width, BLOCK):
         s = tl.load(S + row * width + first + c, mask=first + c < width, other=-1e30)
