@@ -69,7 +69,8 @@ class OutputStandardise(OutputNorm):
         constants = constants or self.constants(output.new_empty(0, dtype=wide))
         x = by_head if self.per_head else by_head.flatten(2)
         at_once = self._over_processes is None and (affine is None or not self.per_head)
-        if constants or not at_once:  # else nothing comes behind the kernel, which is as wide by itself
+        # else nothing comes behind the kernel, which is as wide by itself; on a CPU not in what it keeps for gradients
+        if constants or not at_once or not output.is_cuda:
             x = x.to(wide)
         if affine is not None and at_once:
             x = affine(x, epsilon=self.epsilon)

@@ -172,7 +172,7 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, factor):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(query, factor)
+        ctx.save_for_backward(query if ctx.needs_input_grad[1] else None, factor)
         return torch.mul(query, factor[..., None], out=torch.empty_like(query))
 
     @staticmethod
