@@ -58,7 +58,9 @@ def test_a_record_has_context_question_and_answers_or_a_prompt_of_its_own() -> N
     ("written", "answers", "found", "overlap"),
     [
         ("velvet OTTER.", ["The Velvet Otter"], True, 1.0),
-        ("The answer is A.", ["A"], True, 2 / 5),
+        ("The answer is A.", ["A"], True, 1 / 2),
+        ("It is the fox", ["fox"], True, 1 / 2),
+        ("the keeper of a lighthouse", ["keeper of the lighthouse"], True, 1.0),
         ("velvet-otter-42", ["velvet otter"], True, 0.8),
         ("velvet", ["velvet otter"], False, 2 / 3),
         ("I know", ["no"], False, 0.0),
@@ -69,6 +71,15 @@ def test_a_record_has_context_question_and_answers_or_a_prompt_of_its_own() -> N
         ("ｖｅｌｖｅｔ", ["velvet"], True, 1.0),
         ("It cost 1,000 dollars", ["1000"], True, 2 / 5),
         ("1,2", ["12"], False, 0.0),
+        ("It costs 3.5.", ["3.5"], True, 1 / 2),
+        ("3.5 crowns", ["3"], False, 0.0),
+        ("\u22127", ["-7"], True, 1.0),
+        ("7", ["-7"], False, 0.0),
+        ("STRASSE", ["Straße"], True, 1.0),
+        ("का", ["की"], False, 0.0),
+        ("उत्तर दिल्ली है।", ["दिल्ली"], True, 1 / 2),
+        ("서울입니다", ["서울"], True, 4 / 7),
+        ("คำตอบคือเชียงใหม่", ["เชียงใหม่"], True, 2 / 3),
     ],
 )
 def test_found_and_f1(written: str, answers: list[str], found: bool, overlap: float) -> None:

@@ -27,8 +27,13 @@ from ..settings import Setting
 from ..statistics import mean_of
 from .written import CHUNK, WrittenAnswers, asked_of, by_question, differences, share
 
-#: A word: letters and digits; a sign by itself in scripts that put no spaces between words.
-_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]+")
+#: Scripts that put no space between a word and what follows it: Thai, Lao, Burmese, Khmer, Japanese, Chinese, Korean.
+_JOINED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7a3"
+#: Vowel signs and accents that are characters of their own; `re` takes them for punctuation.
+_MARKS = "".join(c for c in map(chr, range(0x300, 0x1000)) if unicodedata.category(c).startswith("M"))
+#: A word: letters, their marks and digits, a number with its sign and decimals; each sign by itself in scripts without spaces.
+_WORD = re.compile(rf"[{_JOINED}]|(?:(?<![\w{_MARKS}])-(?=\d))?(?:\d+\.(?=\d))*[^\W_{_JOINED}](?:[^\W_{_JOINED}]|[{_MARKS}])*")
+_ARTICLES = {"a", "an", "the"}
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
@@ -101,27 +106,27 @@ def entries_of(questions: str | Path | Sequence[Mapping[str, Any]]) -> list[Entr
 
 
 def _words(text: str) -> list[str]:
-    """Words in lower case, without punctuation."""
-    return _WORD.findall(_THOUSANDS.sub("", unicodedata.normalize("NFKC", text).lower()))
+    """Words without regard to case, and without punctuation."""
+    return _WORD.findall(_THOUSANDS.sub("", unicodedata.normalize("NFKC", text).casefold().replace("\u2212", "-")))
 
 
-def _wanted(answer: str) -> list[str]:
-    """The words of an answer, behind its article if it begins with one."""
-    words = _words(answer)
-    return words[1:] if words[0] in ("a", "an", "the") and len(words) > 1 else words
+def _both(written: str, answer: str) -> tuple[list[str], list[str]]:
+    """The words of a text and of an answer without articles, but for those that are the answer."""
+    wanted = _words(answer)
+    wanted = [word for word in wanted if word not in _ARTICLES] or wanted
+    return [word for word in _words(written) if word not in _ARTICLES or word in wanted], wanted
 
 
 def holds(written: str, answers: Sequence[str]) -> bool:
     """Tell whether one of the answers stands in a text, word by word."""
-    text = f" {' '.join(_words(written))} "
-    return any(f" {' '.join(_wanted(answer))} " in text for answer in answers)
+    both = (_both(written, answer) for answer in answers)
+    return any(f" {' '.join(wanted)} " in f" {' '.join(own)} " for own, wanted in both)
 
 
 def f1(written: str, answers: Sequence[str]) -> float:
     """The best F1 of a text's words with those of an answer (Rajpurkar et al. 2016, SQuAD)."""
-    own = Counter(_words(written))
-    wanted = [Counter(_wanted(answer)) for answer in answers]
-    return max(2 * (own & right).total() / (own.total() + right.total()) for right in wanted)
+    both = (_both(written, answer) for answer in answers)
+    return max(2 * (Counter(own) & Counter(wanted)).total() / (len(own) + len(wanted)) for own, wanted in both)
 
 
 class Questions(WrittenAnswers):
