@@ -95,6 +95,10 @@ def test_found_and_f1(written: str, answers: list[str], found: bool, overlap: fl
         ('{"question": "Q", "answer": "?"}', "line 3: the answer '\\?' has no word"),
         ('{"context": "C", "answer": "A"}', 'line 3: give either "question"'),
         ('{"question": "Q", "prompt": "P", "answer": "A"}', 'line 3: give either "question"'),
+        ('{"question": "Q", "answers": [["A"]]}', "line 3: no answer"),
+        ('{"question": "Q", "answers": [null]}', "line 3: no answer"),
+        ('{"context": ["C"], "question": "Q", "answer": "A"}', "line 3: the context is no text, but a list"),
+        ('{"question": 7, "answer": "A"}', "line 3: the question is no text, but a int"),
         ('["Q", "A"]', "line 3: not a record with names, but a list"),
         ("{'question': 1}", "line 3: not JSON"),
     ],
@@ -104,6 +108,13 @@ def test_a_line_that_cannot_be_asked_is_named(tmp_path: Path, line: str, message
     file.write_text(f'{{"question": "Q", "answer": "A"}}\n\n{line}\n', encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         entries_of(file)
+
+
+def test_a_file_may_have_a_byte_order_mark_other_line_ends_and_nulls(tmp_path: Path) -> None:
+    record = {"context": "C\u2028\x85C", "question": "Q?", "input": None, "answers": None, "answer": "A"}
+    line = json.dumps(record, ensure_ascii=False)  # these two end a line for str.splitlines, and not in JSON
+    (tmp_path / "qa.jsonl").write_text(f"{line}\r\n{line}\r\n", encoding="utf-8-sig", newline="")
+    assert entries_of(tmp_path / "qa.jsonl") == [entry_of(record)] * 2
 
 
 def test_no_questions_are_refused(tmp_path: Path) -> None:

@@ -57,13 +57,17 @@ def entry_of(record: Mapping[str, Any]) -> Entry:
     `prompt` in place of context and question is asked in its own words.
 
     Raises:
-        ValueError: a part is missing, or there are both a prompt and a question, or an answer holds no word.
+        ValueError: a part is missing or no text, or there are both a prompt and a question, or an answer holds no word.
     """
-    question = record.get("question", record.get("input"))
-    prompt, answers = record.get("prompt"), record.get("answers", record.get("answer"))
+    given = {key: value for key, value in record.items() if value is not None}
+    question, prompt, context = given.get("question", given.get("input")), given.get("prompt"), given.get("context", "")
+    answers = given.get("answers", given.get("answer"))
     answers = [answers] if isinstance(answers, str | int | float) else answers
-    if not isinstance(answers, Sequence) or not answers:
+    if not isinstance(answers, Sequence) or not answers or not all(isinstance(x, str | int | float) for x in answers):
         raise ValueError('no answer: give "answer", a text, or "answers", a list of texts')
+    for name, text in (("context", context), ("question", question), ("prompt", prompt)):
+        if not isinstance(text, str | None):
+            raise ValueError(f"the {name} is no text, but a {type(text).__name__}")
     if blank := [x for x in answers if not _words(str(x))]:
         raise ValueError(f"the answer {blank[0]!r} has no word that could be found")
     if (prompt is None) == (question is None):
@@ -71,7 +75,6 @@ def entry_of(record: Mapping[str, Any]) -> Entry:
     found = tuple(map(str, answers))
     if prompt is not None:
         return Entry(prompt, prompt, found, line=False)
-    context = record.get("context", "")
     plain = "\n\n".join(filter(None, [context, f"Question: {question}\nAnswer:"]))
     return Entry(plain, "\n\n".join(filter(None, [context, question])), found, line=True)
 
@@ -85,7 +88,7 @@ def entries_of(questions: str | Path | Sequence[Mapping[str, Any]]) -> list[Entr
     lines: list[tuple[str, Any]] = []
     if isinstance(questions, str | Path):
         text = read_text(Path(questions))
-        lines = [(f"{questions}, line {n}", line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+        lines = [(f"{questions}, line {n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     else:
         lines = [(f"question {n}", record) for n, record in enumerate(questions, 1)]
     out = []
