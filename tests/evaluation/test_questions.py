@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,58 @@ def test_tables_and_sentence() -> None:
     assert results.headline() == "Right answers to 20 questions (questions): logn 65%, unmodified 25%; +40 ± 24 points."
 
 
+HYBRID: Any = {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 1, "block_multiple_of": 8}
+STATE: Any = {"num_key_value_heads": 1, "num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4}
+
+
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("Llama", {"use_cache": False}),  # as a checkpoint that was trained with gradient checkpointing may say
+        ("Lfm2", HYBRID),  # reads on from a cache, and writes into it in place
+        ("Jamba", STATE),  # does not read on
+    ],
+)
+def test_losses_and_words_are_those_of_whole_readings(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
+    path = tiny.save(tmp_path / "model", trained=400, kind=kind, **changes)
+    tokenizer, plain = tiny.tokenizer(), AutoModelForCausalLM.from_pretrained(path).eval()
+    records = [
+        *SHARED[:2],
+        SHARED[1],
+        {"prompt": CONTEXT, "answer": "x"},
+        {"prompt": "a", "answer": "x"},
+    ]  # one twice; a beginning
+    rows = asked(path, records, lengths=[400]).rows
+    for entry, row in zip(entries_of(records), rows, strict=False):  # the unmodified model's, which come first
+        ids, answer = (tokenizer(text).input_ids for text in (entry.plain, f" {entry.answers[0]}"))
+        logits = plain(torch.tensor([ids + answer]), use_cache=False).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+        assert row["loss"] == pytest.approx(-float(logits[range(len(answer)), answer].mean()), abs=2e-4)
+        first = plain(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()
+        assert row["written"][:1] == tokenizer.decode(first).strip()[:1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("says", [{"cache_implementation": "static"}, {"return_dict_in_generate": True}])
+def test_what_a_generation_config_says_of_caches_does_not_count(model: Path, tmp_path: Path, says: dict[str, Any]) -> None:
+    path = Path(shutil.copytree(model, tmp_path / "model"))
+    config = path / "generation_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | says))
+    written = [r["written"] for r in asked(path, RECORDS[:1]).rows]
+    assert written == [r["written"] for r in asked(model, RECORDS[:1]).rows]
+
+
+def test_a_cache_that_no_later_question_shares_is_not_kept(model: Path) -> None:
+    runner = Runner(EvalOptions(str(model), questions=SHARED[:2], lengths=[400], answer_tokens=2))
+    task: Any = runner.tasks[0]
+    loaded = runner.load(runner.settings[0])
+    task.measure(1, "unmodified", loaded)
+    assert task.last is not None
+    task.measure(2, "unmodified", loaded)
+    assert task.last is None
+
+
 def test_questions_beyond_the_longest_length_are_left_out_with_a_warning(model: Path) -> None:
     with pytest.warns(UserWarning, match="1 of 3 questions are left out. They take more than the longest length, 150 tokens"):
         results = asked(model, lengths=[150])
@@ -234,11 +287,19 @@ def test_rows_of_another_question_are_refused(model: Path, tmp_path: Path) -> No
             r"every question .* take more than the longest length, 20 tokens: give one of \d+ to ask",
         ),
         ({"answer_tokens": 0}, "answer_tokens must be at least 1"),
+        ({"questions": [{"prompt": "", "answer": "A"}]}, "question 1 is empty: its prompt has no tokens"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(model: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         asked(model, **options)
+
+
+def test_a_chat_template_that_raises_is_named(model: Path) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('a system turn comes first') }}"
+    with pytest.raises(ValueError, match=r"user's turn alone \(a system turn comes first\): leave out chat"):
+        asked(model, tokenizer=tokenizer, chat=True)
 
 
 @pytest.mark.slow

@@ -31,7 +31,8 @@ def prefix_of(model: Any, input_ids: Tensor, chunk: int = 2048, read: Prefix | N
     """
     _check_reads_on(model, input_ids)
     cache = DynamicCache(config=model.config) if read is None else read
-    for part in input_ids[:, cache.get_seq_length() :].split(chunk, 1):
+    new = input_ids[:, cache.get_seq_length() :]
+    for part in new.split(chunk, 1) if new.shape[1] else ():
         hidden_of(model, input_ids=part, **{CACHE: cache}, use_cache=True)
     return cache
 

@@ -151,6 +151,8 @@ class Questions(WrittenAnswers):
         beyond = []
         for number, entry in enumerate(entries_of(self.options.questions), 1):
             ids = self.prompt(entry.chat if self.options.chat else entry.plain)
+            if not ids:
+                raise ValueError(f"question {number} is empty: its prompt has no tokens")
             needed = len(ids) + self.options.answer_tokens
             if (length := next((n for n in self.options.lengths if n >= needed), None)) is None:
                 beyond.append(needed)
@@ -175,7 +177,7 @@ class Questions(WrittenAnswers):
         entry, ids, _ = self.asked[number]
         one_line = entry.line and not self.options.chat
         prompt = torch.tensor([ids], device=model.device)
-        read = self._read(model, prompt, setting)  # once, for the answers and for what is written
+        read = self._read(model, prompt, number, setting)  # once, for the answers and for what is written
         loss = min(self._loss(model, prompt, answer, read) for answer in entry.answers)
         text = self.written(
             model, ids, self.options.answer_tokens, lambda text: one_line and "\n" in text.lstrip(), read
@@ -184,8 +186,10 @@ class Questions(WrittenAnswers):
         row = {"tokens": len(ids), "score": float(holds(text, entry.answers)), "f1": round(f1(text, entry.answers), 4)}
         return row | {"loss": round(loss, 4), "written": text, "expected": list(entry.answers)}
 
-    def _read(self, model: Any, prompt: Tensor, setting: str) -> Prefix:
-        """The KV cache of a prompt without its last token, from where it differs from the prompt before under the setting."""
+    def _read(self, model: Any, prompt: Tensor, number: int, setting: str) -> Prefix | None:
+        """The KV cache of a prompt without its last token, from where it differs from the prompt before under the setting;
+        None where the model does not read on from one.
+        """
         ids = prompt[0, :-1].tolist()
         (of, before, read), self.last = self.last or ("", [], None), None
         if read is not None and of == setting and crops(model):
@@ -193,11 +197,21 @@ class Questions(WrittenAnswers):
             read.crop(common - read.get_seq_length())
         else:
             read = None
-        read = prefix_of(model, prompt[:, :-1], CHUNK, read)
-        self.last = setting, ids, read
+        try:
+            read = prefix_of(model, prompt[:, :-1], CHUNK, read)
+        except ValueError:  # some hybrid models: each answer is then measured by a reading of its own
+            return None
+        if self._shared(number):
+            self.last = setting, ids, read
         return read
 
-    def _loss(self, model: Any, prompt: Tensor, answer: str, read: Prefix) -> float:
+    def _shared(self, number: int) -> bool:
+        """Tell whether the first half of a prompt begins one that is asked later: else its cache would only take memory."""
+        _, ids, length = self.asked[number]
+        half = ids[: len(ids) // 2]
+        return any((n, other) > (length, number) and x[: len(half)] == half for other, (_, x, n) in self.asked.items())
+
+    def _loss(self, model: Any, prompt: Tensor, answer: str, read: Prefix | None) -> float:
         """The loss of a right answer behind the prompt, in nats a token."""
         ids = self.encode(answer if self.options.chat else f" {answer}")
         whole = torch.cat([prompt, prompt.new_tensor([ids])], 1)

@@ -40,9 +40,13 @@ class WrittenAnswers(Task):
         if not self.options.chat:
             return [*self.corpus.start, *self.encode(text + begins)]
         turn = [{"role": "user", "content": text}]
-        asked: str = self.corpus.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        try:
+            asked: str = self.corpus.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates raise what they like
+            raise ValueError(f"the chat template does not take a user's turn alone ({error}): leave out chat") from error
         return self.encode(asked + begins.lstrip())
 
+    @torch.inference_mode()  # as the cache was read: some layers write into their state
     def written(
         self, model: Any, prompt: list[int], new_tokens: int, done: Callable[[str], bool], read: Prefix | None = None
     ) -> str:
@@ -59,8 +63,9 @@ class WrittenAnswers(Task):
             return torch.tensor([done(text(ids))], device=ids.device)
 
         greedy: dict[str, Any] = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "max_length": None}
-        if read is not None:
-            greedy[CACHE] = read
+        greedy["return_dict_in_generate"] = False
+        if read is not None:  # whatever the model's generation config says of caches
+            greedy |= {CACHE: read, "use_cache": True, "cache_implementation": None, "prompt_lookup_num_tokens": None}
         elif any(layer.kind == "window" for layer in candidates_of(model)):
             greedy["prefill_chunk_size"] = CHUNK
         ids = torch.tensor([prompt], device=model.device)
