@@ -202,7 +202,8 @@ class Runner:
         others = list(dict.fromkeys(r["setting"] for r in rows if r["setting"] not in names))
         if everything:
             names, others = names + others, []
-        rows = [r for r in rows if r["setting"] in names]
+        tasks = dict.fromkeys(r["task"] for r in rows)
+        rows = [r for t in tasks for r in task_of(t).counted([r for r in rows if r["setting"] in names and r["task"] == t])]
         facts, own, keep = self._facts(experiment, rows), self.checkpoint.method, self.options.keep
         name = None if own is None else own.name
         return Results(rows, names, self.train_length, experiment.protocol, keep, facts, name, others)

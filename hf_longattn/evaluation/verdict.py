@@ -144,7 +144,10 @@ def headline(results: Readings) -> str:
 
 
 def found_by(results: Readings) -> str:
-    """Say how many written answers the best setting found, against the unmodified model; empty where none were asked for."""
+    """Say how many written answers the best setting found, against the unmodified model; empty where none were asked for.
+
+    Of settings that found equally many that is the one under which the right answers are likeliest.
+    """
     sentences = []
     for task in dict.fromkeys(r["task"] for r in results.rows if "written" in r):
         rows = {s: {(r["length"], r["which"]): r for r in results.of(s, task)} for s in results.settings}
@@ -153,11 +156,13 @@ def found_by(results: Readings) -> str:
         if len(asked) < 2 or UNMODIFIED not in asked or not common:
             continue
         means = {s: math.fsum(found[q]["score"] for q in common) / len(common) for s, found in asked.items()}
-        best = max((s for s in asked if s != UNMODIFIED), key=lambda s: means[s])
+        losses = {s: math.fsum(found[q].get("loss", 0) for q in common) for s, found in asked.items()}
+        best = max((s for s in asked if s != UNMODIFIED), key=lambda s: (means[s], -losses[s]))
         mean, half = mean_interval([100 * (asked[best][q]["score"] - asked[UNMODIFIED][q]["score"]) for q in common])
         of_both = ", ".join(f"{s} {means[s]:.0%}" for s in (best, UNMODIFIED))
-        difference = f"{mean:+.0f} ± {half:.0f} points".replace("-", "−")
-        sentences.append(f"Right answers to {len(common)} questions ({task}): {of_both}; {difference}.")
+        difference = f"{mean:+.0f}{'' if math.isnan(half) else f' ± {half:.0f}'} points".replace("-", "−")
+        questions = f"{len(common)} question{'s' * (len(common) > 1)}"
+        sentences.append(f"Right answers to {questions} ({task}): {of_both}; {difference}.")
     return " ".join(sentences)
 
 

@@ -213,6 +213,15 @@ def test_tables_and_sentence() -> None:
     assert results.headline() == "Right answers to 20 questions (questions): logn 65%, unmodified 25%; +40 ± 24 points."
 
 
+def test_one_question_has_no_interval_and_of_equal_settings_the_likelier_is_named() -> None:
+    rows = [
+        {"setting": s, "task": "questions", "length": 150, "which": "1", "written": "", "score": x, "f1": x, "loss": loss}
+        for s, x, loss in (("unmodified", 0.0, 3.0), ("logn", 1.0, 2.0), ("rerope", 1.0, 1.0))
+    ]
+    results = Results(rows, ["unmodified", "logn", "rerope"], protocol={"answer_tokens": 8})
+    assert results.headline() == "Right answers to 1 question (questions): rerope 100%, unmodified 0%; +100 points."
+
+
 HYBRID: Any = {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 1, "block_multiple_of": 8}
 STATE: Any = {"num_key_value_heads": 1, "num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4}
 
@@ -253,6 +262,15 @@ def test_what_a_generation_config_says_of_caches_does_not_count(model: Path, tmp
     config.write_text(json.dumps(json.loads(config.read_text()) | says))
     written = [r["written"] for r in asked(path, RECORDS[:1]).rows]
     assert written == [r["written"] for r in asked(model, RECORDS[:1]).rows]
+
+
+@pytest.mark.slow
+def test_a_shorter_length_counts_no_question_twice(model: Path, tmp_path: Path) -> None:
+    asked(model, out=tmp_path / "report", lengths=[400])
+    for lengths in ([150, 400], [400]):
+        results = asked(model, out=tmp_path / "report", lengths=lengths)
+        assert {(r["which"], r["length"]) for r in results.rows} == {("1", 150), ("2", 400), ("3", 150)}
+        assert len(results.rows) == 2 * len(RECORDS)
 
 
 def test_a_cache_that_no_later_question_shares_is_not_kept(model: Path) -> None:

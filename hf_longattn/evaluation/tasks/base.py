@@ -68,6 +68,11 @@ class Task:
         key = {"setting": setting.name, "task": self.name, "length": length, "which": which}
         return Cell(setting, key, measure, depends, work=length, **more)
 
+    @classmethod
+    def counted(cls, rows: Sequence[Row]) -> Sequence[Row]:
+        """Of its rows those that a page counts."""
+        return rows
+
     @staticmethod
     def format_row(row: Row) -> str:
         """A row in a line."""

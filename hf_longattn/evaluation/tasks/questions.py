@@ -219,6 +219,14 @@ class Questions(WrittenAnswers):
         return -score.log_likelihood / score.tokens
 
     @classmethod
+    def counted(cls, rows: Sequence[Row]) -> list[Row]:
+        """Each question once, under the shortest length that it was asked at: a shorter one may have been added later."""
+        shortest: dict[str, int] = {}
+        for r in rows:
+            shortest[r["which"]] = min(r["length"], shortest.get(r["which"], r["length"]))
+        return list({(r["setting"], r["which"]): r | {"length": shortest[r["which"]]} for r in rows}.values())
+
+    @classmethod
     def sections(cls, results: Readings, name: str) -> list[Section]:
         lengths, settings = results.lengths_of(name), asked_of(results, name)
         scores = {(s, n): by_question(results, name, s, n) for s in settings for n in lengths}
@@ -234,7 +242,7 @@ class Questions(WrittenAnswers):
             Table("Answers found, percent", columns, found, note=note, brief=True),
             *differences(results, name),
             Table("Loss of the right answer, nats a token", columns, means["loss"], brief=True),
-            *differences(results, name, "loss", "Loss of the right answer, less the unmodified model's", times=1),
+            *differences(results, name, "loss", "Loss of the right answer, less the unmodified model's", times=1, brief=True),
             Table("F1 of words", columns, means["f1"], digits=2),
         ]
         text = (

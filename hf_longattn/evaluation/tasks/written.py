@@ -104,7 +104,12 @@ def share(found: dict[str, float]) -> str | None:
 
 
 def differences(
-    results: Readings, name: str, column: str = "score", title: str = "Less the unmodified model, points", times: float = 100
+    results: Readings,
+    name: str,
+    column: str = "score",
+    title: str = "Less the unmodified model, points",
+    times: float = 100,
+    brief: bool = False,
 ) -> list[Table]:
     """Return the table of a column less the unmodified model's, paired by question; none where nothing else was asked."""
     lengths, rows = results.lengths_of(name), []
@@ -113,4 +118,4 @@ def differences(
             less = [results.paired(name, s, n, partial(by_question, results, name, length=n, column=column)) for n in lengths]
             rows.append([s, *(d and signed((times * d[0], times * d[1])) for d in less)])
     columns = ["setting", *(f"{n:,}" for n in lengths)]
-    return [Table(f"{title}, paired by question", columns, rows)] if rows else []
+    return [Table(f"{title}, paired by question", columns, rows, brief=brief)] if rows else []
