@@ -5,11 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from .readings import COPIES, PROBE, Interval, Readings
 from .report import Section, Table
+from .rows import Row
 from .settings import UNMODIFIED
 from .statistics import TOLERANCE, mean_interval
+
+_BY_DESIGN = (
+    "By design, clamped temperatures, windows and position remaps change nothing at the lengths that they leave alone."
+)
 
 
 def verdict(results: Readings) -> list[Section]:
@@ -103,10 +110,7 @@ def summary(results: Readings) -> str:
             said = "the lowest loss is that of" if lower and certain(result[best]) else f"{nothing}; nearest is"
             sentences.append(f"At {longest:,} tokens {said} {against}.")
         if same:
-            sentences.append(
-                f"Equal to the unmodified model in every loss, to three digits: {', '.join(same)}. By design, clamped "
-                "temperatures, windows and position remaps change nothing at the lengths that they leave alone."
-            )
+            sentences.append(f"Equal to the unmodified model in every loss, to three digits: {', '.join(same)}. {_BY_DESIGN}")
     changed = [s for s in others if s not in same]
     costs = {s: (d, n) for s in changed for n in results.within if (d := results.difference(s, n))}  # the longest there is
     if costs:
@@ -163,7 +167,15 @@ def found_by(results: Readings) -> str:
         difference = f"{mean:+.0f}{'' if math.isnan(half) else f' ± {half:.0f}'} points".replace("-", "−")
         questions = f"{len(common)} question{'s' * (len(common) > 1)}"
         sentences.append(f"Right answers to {questions} ({task}): {of_both}; {difference}.")
+        same = [s for s in asked if s != UNMODIFIED and _writes_alike(asked[s], asked[UNMODIFIED])]
+        sentences += [f"Equal to the unmodified model in all that they write: {', '.join(same)}. {_BY_DESIGN}"] * bool(same)
     return " ".join(sentences)
+
+
+def _writes_alike(own: Mapping[Any, Row], base: Mapping[Any, Row]) -> bool:
+    """Tell whether two settings' answers to the questions that both were asked are equal, and their losses to three digits."""
+    both = [(own[q], base[q]) for q in own if q in base]
+    return all(a["written"] == b["written"] and abs(a.get("loss", 0) - b.get("loss", 0)) < 0.0005 for a, b in both)
 
 
 #: By the number of documents, what so few say; the share is that of t intervals with 1 and 4 degrees of freedom.

@@ -51,8 +51,8 @@ def test_a_record_has_context_question_and_answers_or_a_prompt_of_its_own() -> N
     )
     # the names of LongBench and InfiniteBench
     assert entry_of({"context": "C", "input": "Q?", "answers": ["A", "B"], "length": 7}).answers == ("A", "B")
-    assert entry_of({"question": "Q?", "answer": 7}) == ("Question: Q?\nAnswer:", "Q?", ("7",), True)
-    assert entry_of({"prompt": "P", "answers": ["A"]}) == ("P", "P", ("A",), False)
+    assert entry_of({"question": "Q?", "answer": 7}) == ("Question: Q?\nAnswer:", "Q?", ("7",), "Q?", True)
+    assert entry_of({"prompt": "P", "answers": ["A"]}) == ("P", "P", ("A",), "P", False)
 
 
 @pytest.mark.parametrize(
@@ -196,30 +196,34 @@ def test_a_context_is_read_once_for_all_its_questions(tmp_path: Path, kind: str,
 def test_tables_and_sentence() -> None:
     right = {("unmodified", 150): 5, ("logn", 150): 5, ("unmodified", 400): 0, ("logn", 400): 8}
     rows = [
-        {"setting": s, "task": "questions", "length": n, "which": f"{n} {i}", "written": ""}
-        | {"score": float(i < x), "f1": x / 10, "loss": 9.0 - x}
+        {"setting": s, "task": "questions", "length": n, "which": f"{n} {i}", "written": f"{x} " * 99}
+        | {"score": float(i < x), "f1": x / 10, "loss": 9.0 - x, "asked": f"question\n{i}", "expected": ["a", "b"]}
         for (s, n), x in right.items()
         for i in range(10)
     ]
     results = Results(rows, ["unmodified", "logn"], protocol={"answer_tokens": 8})
     (section,) = results.sections()
-    found, less, loss, lower, overlap = section.tables
+    found, less, loss, lower, overlap, differ = section.tables
     assert found.columns == ["setting", "up to 150", "up to 400"]
     assert [row[1:] for row in found.rows] == [["50.0 (24–76)", "0.0 (0–28)"], ["50.0 (24–76)", "80.0 (49–94)"]]
     assert less.rows == [["logn", "+0.000 ± 0.000", "+80.000 ± 30.160"]]
     assert loss.rows == [["unmodified", 4.0, 9.0], ["logn", 4.0, 1.0]]
     assert lower.rows == [["logn", "+0.000 ± 0.000", "−8.000 ± 0.000"]]
     assert overlap.rows == [["unmodified", 0.5, 0.0], ["logn", 0.5, 0.8]]
+    assert differ.columns == ["question", "right", "unmodified", "logn"]
+    assert differ.rows == [[f"question {i}", "a", "0 " * 49 + "0…", "8 " * 49 + "8…"] for i in range(8)]
     assert results.headline() == "Right answers to 20 questions (questions): logn 65%, unmodified 25%; +40 ± 24 points."
 
 
 def test_one_question_has_no_interval_and_of_equal_settings_the_likelier_is_named() -> None:
     rows = [
-        {"setting": s, "task": "questions", "length": 150, "which": "1", "written": "", "score": x, "f1": x, "loss": loss}
+        {"setting": s, "task": "questions", "length": 150, "which": "1", "written": s, "score": x, "f1": x, "loss": loss}
         for s, x, loss in (("unmodified", 0.0, 3.0), ("logn", 1.0, 2.0), ("rerope", 1.0, 1.0))
     ]
     results = Results(rows, ["unmodified", "logn", "rerope"], protocol={"answer_tokens": 8})
     assert results.headline() == "Right answers to 1 question (questions): rerope 100%, unmodified 0%; +100 points."
+    alike = Results([r | {"written": "", "loss": 3.0} for r in rows], ["unmodified", "logn", "rerope"])
+    assert "Equal to the unmodified model in all that they write: logn, rerope. By design" in alike.headline()
 
 
 HYBRID: Any = {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 1, "block_multiple_of": 8}

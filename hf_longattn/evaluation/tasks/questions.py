@@ -33,6 +33,8 @@ _JOINED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e
 _MARKS = "".join(c for c in map(chr, range(0x300, 0x1000)) if unicodedata.category(c).startswith("M"))
 #: A word: letters, their marks and digits, a number with its sign and decimals; each sign by itself in scripts without spaces.
 _WORD = re.compile(rf"[{_JOINED}]|(?:(?<![\w{_MARKS}])-(?=\d))?(?:\d+\.(?=\d))*[^\W_{_JOINED}](?:[^\W_{_JOINED}]|[{_MARKS}])*")
+#: Questions of a page's table, and characters of its cells.
+SHOWN, CHARACTERS = 20, 100
 _ARTICLES = {"a", "an", "the"}
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
@@ -41,12 +43,14 @@ class Entry(NamedTuple):
     """A question: the prompt without a chat template, that within one, and answers, each of which is right.
 
     Args:
+        asks: the question alone, of a prompt its last line.
         line: whether the answer ends with its line, as after the prompt that is made of a context and a question.
     """
 
     plain: str
     chat: str
     answers: tuple[str, ...]
+    asks: str
     line: bool
 
 
@@ -74,9 +78,9 @@ def entry_of(record: Mapping[str, Any]) -> Entry:
         raise ValueError('give either "question" (or "input") with its "context", or the whole "prompt"')
     found = tuple(map(str, answers))
     if prompt is not None:
-        return Entry(prompt, prompt, found, line=False)
+        return Entry(prompt, prompt, found, prompt.strip().rpartition("\n")[2], line=False)
     plain = "\n\n".join(filter(None, [context, f"Question: {question}\nAnswer:"]))
-    return Entry(plain, "\n\n".join(filter(None, [context, question])), found, line=True)
+    return Entry(plain, "\n\n".join(filter(None, [context, question])), found, str(question), line=True)
 
 
 def entries_of(questions: str | Path | Sequence[Mapping[str, Any]]) -> list[Entry]:
@@ -184,7 +188,7 @@ class Questions(WrittenAnswers):
         ).strip()
         text = text.partition("\n")[0] if one_line else text
         row = {"tokens": len(ids), "score": float(holds(text, entry.answers)), "f1": round(f1(text, entry.answers), 4)}
-        return row | {"loss": round(loss, 4), "written": text, "expected": list(entry.answers)}
+        return row | {"loss": round(loss, 4), "asked": entry.asks, "written": text, "expected": list(entry.answers)}
 
     def _read(self, model: Any, prompt: Tensor, number: int, setting: str) -> Prefix | None:
         """The KV cache of a prompt without its last token, from where it differs from the prompt before under the setting;
@@ -244,6 +248,7 @@ class Questions(WrittenAnswers):
             Table("Loss of the right answer, nats a token", columns, means["loss"], brief=True),
             *differences(results, name, "loss", "Loss of the right answer, less the unmodified model's", times=1, brief=True),
             Table("F1 of words", columns, means["f1"], digits=2),
+            *_where_settings_differ(results, name, settings),
         ]
         text = (
             "An answer is found if one of the right ones stands in what the model writes, in any case and punctuation. The "
@@ -255,3 +260,23 @@ class Questions(WrittenAnswers):
             f"that columns differ in their questions. Written greedily, up to {results.protocol['answer_tokens']} tokens."
         )
         return [Section("Your questions", text, tables, (), protocol, results.command(name))]
+
+
+def _where_settings_differ(results: Readings, name: str, settings: Sequence[str]) -> list[Table]:
+    """The first questions that some settings answered right and some did not, with what they wrote."""
+    written = {s: {r["which"]: r for r in results.of(s, name)} for s in settings}
+    common = set.intersection(*map(set, written.values()))
+    differ = [q for q in written[settings[0]] if q in common and len({written[s][q]["score"] for s in settings}) > 1]
+    rows = []
+    for q in differ[:SHOWN]:
+        first = written[settings[0]][q]
+        rows.append(
+            [_short(first["asked"]), _short(first["expected"][0]), *(_short(written[s][q]["written"]) for s in settings)]
+        )
+    note = f"The first {SHOWN} of {len(differ)}; all stand in rows.jsonl." if len(differ) > SHOWN else ""
+    return [Table("Where settings differ", ["question", "right", *settings], rows, note=note)] if rows else []
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= CHARACTERS else f"{text[: CHARACTERS - 1]}…"
