@@ -43,12 +43,8 @@ def asked(model: Path, questions: Any = RECORDS, **options: Any) -> Any:
 
 
 def test_a_record_has_context_question_and_answers_or_a_prompt_of_its_own() -> None:
-    assert entry_of({"context": "C", "question": "Q?", "answer": "A"}) == (
-        "C\n\nQuestion: Q?\nAnswer:",
-        "C\n\nQ?",
-        ("A",),
-        True,
-    )
+    entry = entry_of({"context": "C", "question": "Q?", "answer": "A"})
+    assert entry == ("C\n\nQuestion: Q?\nAnswer:", "C\n\nQ?", ("A",), "Q?", True)
     # the names of LongBench and InfiniteBench
     assert entry_of({"context": "C", "input": "Q?", "answers": ["A", "B"], "length": 7}).answers == ("A", "B")
     assert entry_of({"question": "Q?", "answer": 7}) == ("Question: Q?\nAnswer:", "Q?", ("7",), "Q?", True)
