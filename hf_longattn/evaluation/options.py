@@ -15,7 +15,7 @@ SUFFIXES = (".txt", ".md", ".text", ".jsonl", ".json", ".parquet", ".csv")
 #: What the commands say of the options that they take.
 HELP = {
     "tasks": "loss, copies, long_ppl, probe, attention, ruler, questions and tasks, with commas: needle, passkey, ... "
-    "Default: loss; with --questions these.",
+    "Default: loss, or questions if --questions names a file.",
     "lengths": "Tokens, with commas; 16k is 16,384.",
     "windows": "Documents of the longest length to take from each text.",
     "targets": "The last tokens of each document, scored at every length.",

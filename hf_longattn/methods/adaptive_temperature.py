@@ -56,16 +56,16 @@ class AdaptiveTemperature(EntropyTemperature):
         return self.prepared(entropy)(entropy)
 
     @property
-    def within(self) -> Within:
+    def _within(self) -> Within:
         return active_range(self.coefficients, self.threshold, self.beyond == "saturate")
 
     @property
     def polynomial(self) -> tuple[float, ...]:
-        low, high = self.within
+        low, high = self._within
         return () if low is None else (low, math.inf if high is None else high, *self.coefficients)
 
     def prepared(self, like: Tensor) -> Callable[[Tensor], Tensor]:
-        return functools.partial(self._factor, [like.new_full((), c) for c in self.coefficients], self.within)
+        return functools.partial(self._factor, [like.new_full((), c) for c in self.coefficients], self._within)
 
     def _factor(self, coefficients: list[Tensor], within: Within, entropy: Tensor) -> Tensor:
         """Compute the factor by Horner's rule, a step an operation: in decoding each is a kernel on a GPU."""

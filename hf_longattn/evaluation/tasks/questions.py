@@ -25,7 +25,7 @@ from ..report import Section, Table
 from ..rows import Row
 from ..settings import Setting
 from ..statistics import mean_of
-from .written import CHUNK, WrittenAnswers, asked_of, by_question, differences, share
+from .written import WrittenAnswers, asked_of, by_question, differences, share
 
 #: Scripts that put no space between a word and what follows it: Thai, Lao, Burmese, Khmer, Japanese, Chinese, Korean.
 _JOINED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7a3"
@@ -202,7 +202,7 @@ class Questions(WrittenAnswers):
         else:
             read = None
         try:
-            read = prefix_of(model, prompt[:, :-1], CHUNK, read)
+            read = prefix_of(model, prompt[:, :-1], read=read)
         except ValueError:  # some hybrid models: each answer is then measured by a reading of its own
             return None
         if self._shared(number):
