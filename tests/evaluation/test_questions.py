@@ -47,6 +47,8 @@ def test_a_record_has_context_question_and_answers_or_a_prompt_of_its_own() -> N
     assert entry == ("C\n\nQuestion: Q?\nAnswer:", "C\n\nQ?", ("A",), "Q?", True)
     # the names of LongBench and InfiniteBench
     assert entry_of({"context": "C", "input": "Q?", "answers": ["A", "B"], "length": 7}).answers == ("A", "B")
+    # and SQuAD's
+    assert entry_of({"context": "C", "question": "Q?", "answers": {"text": ["A"], "answer_start": [3]}}).answers == ("A",)
     assert entry_of({"question": "Q?", "answer": 7}) == ("Question: Q?\nAnswer:", "Q?", ("7",), "Q?", True)
     assert entry_of({"prompt": "P", "answers": ["A"]}) == ("P", "P", ("A",), "P", False)
 
@@ -318,6 +320,30 @@ def test_a_chat_template_that_raises_is_named(model: Path) -> None:
     tokenizer.chat_template = "{{ raise_exception('a system turn comes first') }}"
     with pytest.raises(ValueError, match=r"user's turn alone \(a system turn comes first\): leave out chat"):
         asked(model, tokenizer=tokenizer, chat=True)
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        ("{{ messages[0]['content'] }}{% if enable_thinking is false %}<think></think>{% endif %}", "7:<think></think>"),
+        ("{{ messages[0]['content'] }}{{ '</think>' if thinking is false else '<think>' }}", "7:</think>"),
+        ("{{ messages[0]['content'] }}<think>\n", "7:<think>\n\n</think>\n\n"),
+    ],
+)
+def test_a_model_that_thinks_is_asked_to_answer_at_once(model: Path, template: str, ends: str) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = template
+    options = EvalOptions(str(model), questions=RECORDS[2:], lengths=[400], chat=True, tokenizer=tokenizer)
+    task: Any = Runner(options).tasks[0]
+    assert task.asked[1][1] == tokenizer(f"Say {ends}", add_special_tokens=False).input_ids
+
+
+def test_rows_asked_in_another_chat_template_are_refused(model: Path, tmp_path: Path) -> None:
+    asked(model, RECORDS[2:], out=tmp_path / "report", chat=True)
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    with pytest.raises(ValueError, match="questions"):
+        asked(model, RECORDS[2:], out=tmp_path / "report", chat=True, tokenizer=tokenizer)
 
 
 @pytest.mark.slow

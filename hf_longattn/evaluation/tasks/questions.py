@@ -55,7 +55,7 @@ class Entry(NamedTuple):
 
 
 def entry_of(record: Mapping[str, Any]) -> Entry:
-    """Read a record: a context, a question (or input), and an answer or a list of answers; other keys are not read.
+    """Read a record: a context, a question (or input), and an answer, a list of answers or SQuAD's; other keys are not read.
 
     The prompt is the context, "Question: ..." and "Answer:"; in a chat template the context and the question. A record with a
     `prompt` in place of context and question is asked in its own words.
@@ -66,6 +66,7 @@ def entry_of(record: Mapping[str, Any]) -> Entry:
     given = {key: value for key, value in record.items() if value is not None}
     question, prompt, context = given.get("question", given.get("input")), given.get("prompt"), given.get("context", "")
     answers = given.get("answers", given.get("answer"))
+    answers = answers.get("text") if isinstance(answers, Mapping) else answers  # SQuAD's, with where each begins
     answers = [answers] if isinstance(answers, str | int | float) else answers
     if not isinstance(answers, Sequence) or not answers or not all(isinstance(x, str | int | float) for x in answers):
         raise ValueError('no answer: give "answer", a text, or "answers", a list of texts')
@@ -174,7 +175,7 @@ class Questions(WrittenAnswers):
 
     def cells(self, setting: Setting) -> Iterator[Cell]:
         for number, (entry, _, length) in self.asked.items():
-            depends = [self.options.chat, of_text(entry.plain), list(entry.answers)]
+            depends = [self.template, of_text(entry.plain), list(entry.answers)]
             yield self.cell(setting, length, str(number), partial(self.measure, number, setting.name), depends)
 
     def measure(self, number: int, setting: str, model: Any) -> Row:

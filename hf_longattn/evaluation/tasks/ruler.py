@@ -53,7 +53,7 @@ class Ruler(WrittenAnswers):
         return Source("\n\n".join(self.options.texts.values()), count) if folder is None else RulerData(Path(folder), count)
 
     def cells(self, setting: Setting) -> Iterator[Cell]:
-        depends = [self.options.seed, self.options.chat, of_text(self.source.identity)]
+        depends = [self.options.seed, self.template, of_text(self.source.identity)]
         for length in self.options.lengths:
             for index in range(self.options.samples):
                 for kind in self.kinds:

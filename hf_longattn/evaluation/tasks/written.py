@@ -13,6 +13,7 @@ from ...integration.caches import CACHE
 from ...integration.layers import candidates_of
 from ..corpus import Corpus
 from ..encoder import Encoder
+from ..experiment import of_text
 from ..measures.losses import Prefix
 from ..readings import Readings
 from ..report import Table
@@ -22,6 +23,8 @@ from ..statistics import wilson
 from ..verdict import signed
 from .base import Task
 
+#: What chat templates call their switch: of Qwen3, SmolLM3, GLM; of DeepSeek, Granite. Others read neither.
+AT_ONCE = {"enable_thinking": False, "thinking": False}
 #: Tokens of a prompt that a model with sliding windows reads at a time, so that no layer computes pairs outside its window.
 CHUNK = 1024
 
@@ -36,15 +39,25 @@ class WrittenAnswers(Task):
         self.encode = Encoder(corpus.tokenizer, self.options.bos)
 
     def prompt(self, text: str, begins: str = "") -> list[int]:
-        """Return the tokens to read; under `chat` the text is a user's turn, the answer's beginning the model's."""
+        """Return the tokens to read; under `chat` the text is a user's turn, the answer's beginning the model's.
+
+        A model that thinks before it answers is asked to answer at once.
+        """
         if not self.options.chat:
             return [*self.corpus.start, *self.encode(text + begins)]
         turn = [{"role": "user", "content": text}]
         try:
-            asked: str = self.corpus.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+            asked: str = self.corpus.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, **AT_ONCE)
         except Exception as error:  # templates raise what they like
             raise ValueError(f"the chat template does not take a user's turn alone ({error}): leave out chat") from error
+        if asked.rstrip().endswith("<think>"):  # of a template without a switch
+            asked = f"{asked.rstrip()}\n\n</think>\n\n"
         return self.encode(asked + begins.lstrip())
+
+    @property
+    def template(self) -> str | None:
+        """What texts are asked in, as a row's digest has it; None: without a chat template."""
+        return of_text(str(self.corpus.tokenizer.chat_template)) if self.options.chat else None
 
     @torch.inference_mode()  # as the cache was read: some layers write into their state
     def written(
