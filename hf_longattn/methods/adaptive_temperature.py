@@ -40,6 +40,12 @@ class AdaptiveTemperature(EntropyTemperature):
     coefficients: tuple[float, ...] = PUBLISHED
     threshold: float = 0.5
     beyond: str = "published"
+    _within: ClassVar[Within]  #: of `_active_range`: each instance's own, and no parameter
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within = _active_range(self.coefficients, self.threshold, self.beyond == "saturate")
+        object.__setattr__(self, "_within", within)  # here, because no graph can find the roots of a polynomial
 
     def validate(self) -> None:
         if not self.coefficients or not all(isinstance(c, (int, float)) and math.isfinite(c) for c in self.coefficients):
@@ -54,10 +60,6 @@ class AdaptiveTemperature(EntropyTemperature):
 
     def factor(self, entropy: Tensor) -> Tensor:
         return self.prepared(entropy)(entropy)
-
-    @property
-    def _within(self) -> Within:
-        return active_range(self.coefficients, self.threshold, self.beyond == "saturate")
 
     @property
     def polynomial(self) -> tuple[float, ...]:
@@ -118,17 +120,12 @@ def fit_adaptive_temperature(
 Within: TypeAlias = tuple[float | None, float | None]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def active_range(coefficients: tuple[float, ...], threshold: float, saturate: bool) -> Within:
+@functools.cache
+def _active_range(coefficients: tuple[float, ...], threshold: float, saturate: bool) -> Within:
     """The entropies between which the factor is the polynomial: at either end that is 1, or what higher entropies keep.
 
     The lower one is None where there is no such range, as where the polynomial is above 1 at the threshold.
     """
-    return _active_range(coefficients, threshold, saturate)
-
-
-@functools.cache
-def _active_range(coefficients: tuple[float, ...], threshold: float, saturate: bool) -> Within:
     grid = numpy.linspace(threshold, max(threshold, 16.0), 100_001)  # 16 nats are 9 million equal keys
     top = float(grid[numpy.polyval(coefficients, grid).argmax()]) if saturate else None
     *higher, constant = coefficients

@@ -235,8 +235,9 @@ def test_one_traced_graph_serves_every_length(case: str) -> None:
 
 
 @pytest.mark.slow
-def test_one_compiled_graph_serves_every_length() -> None:
-    m, counter = built("llama", "leaky_rerope+scale_invariant", num_hidden_layers=1), CompileCounter()
+@pytest.mark.parametrize("case", ["leaky_rerope+scale_invariant", "adaptive_temperature"])
+def test_one_compiled_graph_serves_every_length(case: str) -> None:
+    m, counter = built("llama", case, num_hidden_layers=1), CompileCounter()
     torch._dynamo.reset()
     step = torch.compile(m, backend=counter, dynamic=True, fullgraph=True)
     for length in (24, 33, 61):
