@@ -1,9 +1,10 @@
 # make demo | check | margins | test | test-lab | docs | bench | report | theory | gpu | gpu-all | compile-cuda | engines | vllm | conformance | coverage | coverage-models
-#      survival | test-crossed | test-oldest | test-newest | test-main | test-python | release | clean
+#      survival | test-crossed | test-oldest | test-newest | test-torch | test-main | test-python | release | clean
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
+TORCH := .venv-torch
 MAIN := .venv-main
 VLLM := .venv-vllm
 CUDA := .venv-cuda
@@ -19,7 +20,7 @@ MAINS := git+https://github.com/huggingface/transformers git+https://github.com/
 PACKAGES = import sysconfig; print(sysconfig.get_path("purelib"))
 
 .PHONY: demo test test-lab check lint margins docs site bench report theory reproduce gpu gpu-all compile-cuda engines vllm conformance coverage coverage-models survival
-.PHONY: test-crossed test-oldest test-newest test-main test-python wheel release-check release clean
+.PHONY: test-crossed test-oldest test-newest test-torch test-main test-python wheel release-check release clean
 .PRECIOUS: %/bin/pip %/.layered
 
 demo: $(VENV)/.demo  ## a real model under the method: run, measure, adapt, save, reload (ARGS="--help" for options)
@@ -107,6 +108,12 @@ test-newest: $(NEWEST)/.layered  ## the same, continuous batching and the README
 	$(BIN)/pip --python $(NEWEST)/bin/python install --quiet --no-deps --editable .
 	$(NEWEST)/bin/python tests/kit/lane.py --newest
 
+# Without PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu it brings CUDA's libraries, some gigabytes.
+test-torch: $(TORCH)/.layered  ## the same on the newest torch, and graphs, kernels, devices, several processes
+	$(BIN)/pip --python $(TORCH)/bin/python install --quiet --upgrade torch
+	$(BIN)/pip --python $(TORCH)/bin/python install --quiet --no-deps --editable .
+	$(TORCH)/bin/python tests/kit/lane.py --newest
+
 test-main: $(MAIN)/.layered  ## the same on what transformers and peft will release next: their main branches
 	grep '^torch==' constraints.txt > $(MAIN)/constraints.txt
 	$(BIN)/pip --python $(MAIN)/bin/python install --quiet --upgrade $(MAINS) --constraint $(MAIN)/constraints.txt
@@ -128,7 +135,7 @@ release: release-check  ## all of a release but the upload; says what is left to
 	$(BIN)/python tests/kit/release.py --say dist $(TAG)
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(MAIN) $(VLLM) $(CUDA) .conformance .vllm build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(TORCH) $(MAIN) $(VLLM) $(CUDA) .conformance .vllm build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 # One stamp per extra: .venv/.demo holds the extra "demo", .venv/.dev the extra "dev".
 $(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/bin/pip

@@ -3,7 +3,8 @@
 python tests/kit/lane.py             exactness, persistence, adapters, positions, models, trained lengths, private facts,
                                      without slow ones
 python tests/kit/lane.py --newest    these, continuous batching and the README, and what to do if a newer release fails;
-                                     the README alone where every version is the pinned one, which `make test` tests
+                                     on a newer torch graphs, kernels, devices and several processes, too; the README alone
+                                     where every version is the pinned one, which `make test` tests
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("torch", "transformers", "peft", "accelerate")
 FILES = ("exactness", "persistence", "silent_errors", "adapters", "adapter_kinds", "positions", "models", "trained_length")
 FILES += ("patches", "internals")
+#: What leans on torch alone.
+OF_TORCH = ("tracing", "kernels", "few", "triton", "device", "default_device", "distributed")
 
 
 def tests(*files: str) -> list[str]:
@@ -34,7 +37,8 @@ def main(newest: bool) -> int:
     newer = [f"{name} {v}" for name, v in found.items() if v.split("+")[0] != pins[name]]
     commands = [[*pytest, "not slow and not crossed", *tests(*FILES)]]
     if newest:
-        commands = [*commands, [*pytest, "not crossed", *tests("engines")], readme] if newer else [readme]
+        more = tests("engines", *(OF_TORCH if any(x.startswith("torch ") for x in newer) else ()))
+        commands = [*commands, [*pytest, "not crossed", *more], readme] if newer else [readme]
     alone = os.environ | {"OMP_NUM_THREADS": "1"}
     failed = [c for c in commands if subprocess.run(c, cwd=ROOT, check=False, env=alone).returncode]
     if newest and newer:
