@@ -157,7 +157,7 @@ def number(data: Data, what: str) -> str:
 
     The first is what a variant measured, or with the second how much more that is, over the seeds of both. FORM begins with a
     size or length, or with "all" for the least to the greatest of all; behind it "%", "±" for the interval, a number of digits
-    other than two, and "lower" or "higher", which the rows must bear out.
+    other than two, and "lower" or "higher", which the rows must bear out. "seeds" behind a length: what each seed measured.
     """
     experiment, first, *others, form = (part.strip() for part in what.split("|"))
     rows, (at, *words) = data[experiment], form.split()
@@ -165,7 +165,11 @@ def number(data: Data, what: str) -> str:
     found = gains(one, bases[0]) if bases else [mean_interval(column) for column in zip(*one.values(), strict=True)]
     if at != "all":
         measured = rows[0]["measured"]
-        found = [found[measured.get("sizes", measured.get("lengths")).index(int(at))]]
+        index = measured.get("sizes", measured.get("lengths")).index(int(at))
+        if "seeds" in words:
+            *most, last = (f"{one[seed][index]:.2f}" for seed in sorted(one))
+            return f"{', '.join(most)} and {last}"
+        found = [found[index]]
     sign = {"lower": -1, "higher": 1}.get(words[-1] if words else "", 0)
     if sign and not all(sign * mean > 0 for mean, _ in found):
         raise ValueError(f"a page says that {first} is {words[-1]} than {others[0]} at {at} ({experiment}): {found}")
