@@ -15,6 +15,7 @@ from helpers import close, crossed, logits, stock, tokens
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, CompileConfig
 
 import hf_longattn
@@ -138,6 +139,21 @@ def test_second_derivatives_are_refused_by_the_kernel_and_given_by_the_reference
         with pytest.raises(NotImplementedError, match="the fused kernel has no second derivatives"):
             second("fused", transform, "windowed")
     close(second("reference", True), second("reference", False), 1e-12)
+
+
+@pytest.mark.parametrize("case", ["cosscale", "infoscale", "infoscale+cosscale", "output_standardise"])
+def test_second_derivatives_where_sdpa_has_them(case: str) -> None:
+    """A backward pass without derivatives of its own would be left out of the second in silence."""
+
+    def second(backend: str) -> Tensor:
+        m = hf_longattn.apply(stock("llama"), CASES[case].replace(backend=backend)).double()
+        leaf = m.get_input_embeddings()(tokens()).detach().requires_grad_()
+        loss = m(inputs_embeds=leaf, use_cache=False).logits.sin().sum()
+        (first,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), leaf)[0]
+
+    with sdpa_kernel([SDPBackend.MATH]):
+        close(second("auto"), second("reference"), 1e-9)
 
 
 def test_vmap_is_refused_by_the_kernel_and_goes_through_the_reference() -> None:

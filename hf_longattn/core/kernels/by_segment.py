@@ -9,7 +9,6 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..geometry import AttentionLayout
 from ..plan import AttentionPlan
@@ -192,18 +191,24 @@ class _Unit(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):  # type: ignore[no-untyped-def]
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+        norm = _norm(x)
         norm.clamp_(min=torch.finfo(norm.dtype).tiny)
         ctx.save_for_backward(x, norm)
         return torch.div(x, norm, out=torch.empty_like(x))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, d):  # type: ignore[no-untyped-def]
         x, norm = ctx.saved_tensors
+        twice = torch.is_grad_enabled()  # second derivatives go through the norm, too
+        norm = _norm(x) if twice else norm
         d, norm = d.to(norm.dtype), norm.masked_fill(norm <= torch.finfo(norm.dtype).tiny, 1.0)
-        along = (d * x).sum(-1, keepdim=True).div_(norm * norm)
-        return torch.div(torch.addcmul(d, x, along, value=-1.0), norm, out=torch.empty_like(x))
+        along = (d * x).sum(-1, keepdim=True) / (norm * norm)
+        across = torch.addcmul(d, x, along, value=-1.0)
+        return (across / norm).to(x.dtype) if twice else torch.div(across, norm, out=torch.empty_like(x))
+
+
+def _norm(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def _tempered(call: KernelCall, factor: Tensor) -> KernelCall:
