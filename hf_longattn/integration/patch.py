@@ -12,7 +12,6 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -76,8 +75,8 @@ def _install(owner: type | ModuleType, patch: Patch) -> None:
     if present is None:
         package = (owner.__module__ if isinstance(owner, type) else owner.__name__).partition(".")[0]
         raise ImportError(
-            f"{package} {version(package)} has no {patch}, without whose wrapper {patch.why}: install a release of {package} "
-            "that this one of hf_longattn was tested with"
+            f"{package} {sys.modules[package].__version__} has no {patch}, without whose wrapper {patch.why}: install a "
+            f"release of {package} that this one of hf_longattn was tested with"
         )
     kind: Any = type(present) if isinstance(present, (classmethod, staticmethod)) else lambda function: function
     original = getattr(present, "__func__", present)

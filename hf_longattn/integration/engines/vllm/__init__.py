@@ -12,9 +12,29 @@ it names as its architecture, goes to vLLM's own Transformers class for it with 
 
 from __future__ import annotations
 
+#: Releases of vLLM in which every method was compared with Transformers.
+TESTED = ("0.32", "0.33")
+
 
 def register() -> None:
-    """Called by vLLM, in every process and possibly again."""
-    from .resolution import install  # it imports vLLM
+    """Called by vLLM, in every process and possibly again.
 
-    install()
+    Raises:
+        ImportError: this vLLM has not all that the plugin needs, and would serve checkpoints without their methods.
+    """
+    try:
+        from .resolution import install  # it imports vLLM
+
+        install()
+    except (ImportError, AttributeError, KeyError) as error:
+        raise ImportError(unfit(f"it lacks what the plugin needs ({error})")) from error
+
+
+def unfit(difference: str) -> str:
+    """Say by what a method would be lost in this vLLM, and the way out."""
+    from vllm import __version__
+
+    return (
+        f"hf_longattn was tested with vLLM {' and '.join(TESTED)}, and in vLLM {__version__} {difference}: install a tested "
+        f'release (pip install "vllm=={TESTED[-1]}.*"), or serve only models without a method, with VLLM_PLUGINS=""'
+    )

@@ -108,7 +108,8 @@ class Implementation(AttentionImpl[Metadata]):
             raise NotImplementedError(f"hf_longattn cannot serve this model in vLLM: it has {', '.join(named)}")
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, num_kv_heads or num_heads
         self.kv_cache_dtype, self.softcap, self.sinks = kv_cache_dtype, logits_soft_cap, sinks
-        self.window, self.part = sliding_window, None
+        self.window = sliding_window
+        self.part: ServedLayer | None = None
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """key, value: (tokens, kv_heads, head_size); kv_cache: (blocks, kv_heads, block_size, 2 head_size)."""
@@ -132,7 +133,7 @@ class Implementation(AttentionImpl[Metadata]):
         """query: (tokens, heads, head_size), of all requests one after the other; output likewise, written in place."""
         if attn_metadata is None:  # vLLM measures memory
             return output.fill_(0)
-        part: ServedLayer | None = self.part
+        part = self.part
         assert part is not None
         rotation = None if part.rotary is None else part.rotary.rotation(query)
         model: dict[str, Any] = {"scaling": self.scale, "softcap": self.softcap, "sink_logits": self.sinks}

@@ -23,8 +23,8 @@ from ...offload import device_of
 from ...rotation import RotarySource, find_rotary
 from ...state import TABLE_BYTES, LayerMethod
 from ...trained_length import CHANGING
-from . import fold, served
-from .backend import Backend
+from . import fold, served, unfit
+from .backend import Backend, Implementation
 from .served import PART, ServedLayer
 
 
@@ -81,8 +81,11 @@ def attach(model: Any, methods: Mapping[str, tuple[LayerMethod, nn.Module | None
         config, learned = of_these_heads(config, learned_parts(layer.module), layer.module)
         part = ServedLayer(config, learned, None if rotary is None else sources[rotary], tables, folds)
         layer.module.__dict__[PART] = part
-        if not folds:
-            layer.module.attn.impl.part = part
+        if folds:
+            continue
+        if not isinstance(impl := layer.module.attn.impl, Implementation):
+            raise NotImplementedError(unfit(f"{layer.name} would run {type(impl).__name__}, without its method"))
+        impl.part = part
 
 
 def _hold_frequencies(model: nn.Module) -> None:

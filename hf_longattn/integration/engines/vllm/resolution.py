@@ -20,7 +20,8 @@ from ....files import ADAPTER_FILE
 from ...patch import Patch
 from ...patch import install as install_patches
 from ...saved_method import computed, method_in, saved_in
-from . import fold, served
+from . import fold, model, served
+from .backend import Backend
 
 #: vLLM's name for its attention function.
 ATTENTION = "vllm"
@@ -28,16 +29,14 @@ ATTENTION = "vllm"
 
 def install() -> None:
     """Wrap and register; a second call changes nothing."""
-    if hasattr(ALL_ATTENTION_FUNCTIONS[ATTENTION], "__wrapped__"):
-        return
-    ALL_ATTENTION_FUNCTIONS[ATTENTION] = fold.attention(ALL_ATTENTION_FUNCTIONS[ATTENTION])
-    package = __name__.rpartition(".")[0]
-    register_backend(AttentionBackendEnum.CUSTOM, f"{package}.backend.Backend")
+    install_patches(*PATCHES)
+    register_backend(AttentionBackendEnum.CUSTOM, f"{Backend.__module__}.{Backend.__name__}")
     for name in vars(backends):
         if name.startswith("Transformers") and name.endswith("ForCausalLM"):
-            ModelRegistry.register_model(TRIPWIRE + name, f"{package}.model:{TRIPWIRE}{name}")
+            ModelRegistry.register_model(TRIPWIRE + name, f"{model.__name__}:{TRIPWIRE}{name}")
             MODELS_CONFIG_MAP[TRIPWIRE + name] = Checks
-    install_patches(*PATCHES)
+    if not hasattr(ALL_ATTENTION_FUNCTIONS[ATTENTION], "__wrapped__"):
+        ALL_ATTENTION_FUNCTIONS[ATTENTION] = fold.attention(ALL_ATTENTION_FUNCTIONS[ATTENTION])
 
 
 def _resolve(original: Callable[..., Any], self: Any, architectures: Any, model_config: Any) -> Any:
