@@ -238,7 +238,9 @@ def main() -> None:
             bad |= not (args.short or args.only) and subprocess.run([sys.executable, HERE / "pictures.py"]).returncode != 0
             continue
         asked, start = jobs(engine, args.short), time.time()
-        found = rows(engine, {name: job for name, job in asked.items() if re.search(args.only, name)})
+        if not (chosen := {name: job for name, job in asked.items() if re.search(args.only, name)}):
+            parser.error(f"no job of {engine} matches {args.only!r}: {', '.join(asked)}")
+        found = rows(engine, chosen)
         for row in filter(wrong, found):
             bad = True
             print(row)
