@@ -11,6 +11,7 @@ import inspect
 import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ from ..integration.saved_method import LEARNED, RECORD, computed, method_in
 from ..slots.learned import container_of
 from ..user_warnings import warn
 
+#: The record in the config that an adapter is being loaded with.
+_READ: ContextVar[dict[str, Any] | None] = ContextVar("longattn_record", default=None)
 #: The heads that these classes train beside an adapter, and add to the config that they were given, which we have copied.
 HEADS = {peft.PeftModelForTokenClassification: ("classifier", "score"), peft.PeftModelForQuestionAnswering: ("qa_outputs",)}
 
@@ -60,12 +63,23 @@ def _save_config(original: Any, self: PeftConfigMixin, save_directory: str, **kw
             "the method"
         )
     original(self, save_directory, **kwargs)
-    if vars(self).get("longattn"):
-        path = Path(save_directory) / ADAPTER_FILE
-        saved = saved_method.saved_in(path) | {key: getattr(self, key) for key in RECORD}
+    _write_record(self, Path(save_directory))
+    announce_beside(Path(save_directory))
+
+
+def _write_record(config: Any, folder: Path) -> None:
+    path = folder / ADAPTER_FILE
+    if vars(config).get("longattn") and (saved := saved_method.saved_in(path)) and not saved.get("longattn"):
+        saved |= {key: getattr(config, key) for key in RECORD}
         saved["peft_type"] = saved_method.refused_type(saved["peft_type"])
         path.write_text(json.dumps(saved, indent=2, sort_keys=True), encoding="utf-8")
-    announce_beside(Path(save_directory))
+
+
+def _save_model(original: Any, self: PeftModel, save_directory: str, *args: Any, **kwargs: Any) -> None:
+    original(self, save_directory, *args, **kwargs)
+    if kwargs.get("is_main_process", True):
+        for name, config in self.peft_config.items():
+            _write_record(config, Path(save_directory) / ("" if name == "default" else name))
 
 
 def _from_json_file(original: Any, cls: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -77,7 +91,24 @@ def _from_peft_type(original: Any, cls: Any, **kwargs: Any) -> Any:
     found = {key: kwargs.pop(key, None) for key in RECORD}
     config = original(cls, **kwargs)
     vars(config).update(found)  # None too: it was loaded, and records no attention
+    if (read := _READ.get()) is not None:
+        read.update(found)
     return config
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """While open, the record that is read with an adapter is kept: a kind of config of another package may drop it."""
+    token = _READ.set({})
+    try:
+        yield
+    finally:
+        _READ.reset(token)
+
+
+def _from_pretrained(original: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
+    with _reading():
+        return original(cls, *args, **kwargs)
 
 
 # an adapter joins a model ------------------------------------------------------------------------------------------------
@@ -93,6 +124,8 @@ def _joining(config: Any, model: nn.Module, others: Collection[Any]) -> Any:
         TypeError: the config asks for a method, and this is no transformers model.
         ValueError: as `_restore`; or the adapter cannot save the method's learned parameters, or not run the method.
     """
+    if "longattn" not in vars(config):
+        vars(config).update(_READ.get() or {})
     base, target = pretrained_in(model), method_in(vars(config))
     if base is None:
         if target is not None:
@@ -199,7 +232,8 @@ def _following(config: Any, model: nn.Module, others: Collection[Any]) -> Any:
 def _load_adapter(original: Any, self: PeftModel, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
     if adapter_name in self.peft_config:
         _check_weights(model_id, kwargs, self)
-    return original(self, model_id, adapter_name, *args, **kwargs)
+    with _reading():
+        return original(self, model_id, adapter_name, *args, **kwargs)
 
 
 def _load_into_transformers(
@@ -210,7 +244,8 @@ def _load_into_transformers(
         _check_weights(peft_model_id, kwargs | (kwargs.get("adapter_kwargs") or {}), self)
     if kwargs.get("hotswap") is True and (runs := running(self)) is not None:
         raise _no_hotswap(runs)
-    info = original(self, peft_model_id, adapter_name, peft_config, **kwargs)
+    with _reading():
+        info = original(self, peft_model_id, adapter_name, peft_config, **kwargs)
     if lost := [key for key in getattr(info, "unexpected_keys", ()) if f".{LEARNED}." in key]:
         raise NotImplementedError(
             f"transformers {transformers.__version__} does not load the learned parameters of an adapter ({lost[0]}, ...): "
@@ -380,6 +415,8 @@ PATCHES = (
     Patch(PeftConfigMixin, "save_pretrained", _save_config, "PEFT saves no attention; and alone it must refuse what has one"),
     Patch(PeftConfigMixin, "from_json_file", _from_json_file, "the type that PEFT alone refuses would be refused here too"),
     Patch(PeftConfigMixin, "from_peft_type", _from_peft_type, "the attention in a file would be dropped with a warning"),
+    Patch(PeftModel, "save_pretrained", _save_model, "configs of another package's kind may save copies, without"),
+    Patch(PeftModel, "from_pretrained", _from_pretrained, "such a kind may load as a copy, too"),
     Patch(
         PeftModel,
         "__init__",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -714,3 +715,38 @@ def test_without_peft_the_package_works_and_the_error_names_the_extra() -> None:
         'adapters need PEFT 0.21 or newer: pip install "hf_longattn[train]"',
         "module 'hf_longattn' has no attribute 'nothing'",
     ], result.stderr
+
+
+@dataclass
+class OtherLoraConfig(peft.LoraConfig):
+    """A kind of config that saves and loads copies of itself, as that of ms-swift does."""
+
+    more: float | None = None
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        own = asdict(self)
+        del own["more"]
+        peft.LoraConfig(**own).save_pretrained(save_directory, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> OtherLoraConfig:
+        return cls(**super().from_pretrained(*args, **kwargs).to_dict())
+
+
+@pytest.mark.parametrize("name", ["default", "other"])
+def test_a_config_of_another_package_that_copies_itself_keeps_the_method(
+    name: str, bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(bases["llama"])
+    hf_longattn.apply(base, "infoscale:clamp=false")
+    model = peft.get_peft_model(base, OtherLoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"), adapter_name=name)
+    model.save_pretrained(tmp_path)
+    monkeypatch.setitem(peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING, "LORA", OtherLoraConfig)
+    where = tmp_path / ("" if name == "default" else name)
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bases["llama"]), where)
+    assert hf_longattn.get_config(loaded) == hf_longattn.get_config(model)
+    loaded.load_adapter(where, "second")
+    assert loaded.peft_config["second"].longattn == model.peft_config[name].longattn
+    plain = AutoModelForCausalLM.from_pretrained(bases["llama"])
+    new = peft.get_peft_model(plain, OtherLoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    assert new.peft_config["default"].__dict__.get("longattn") is None
