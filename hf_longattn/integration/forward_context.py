@@ -63,6 +63,7 @@ class ForwardContext:
     kept: dict[Any, Any] = field(default_factory=dict)  # facts that `engines` keep for all layers
     layouts: dict[Any, Any] = field(default_factory=dict)  # device and `MaskContext` of its layout masks by shape and number
     thread: int = 0  # the identifier of the one that runs it
+    reached: set[nn.Module] = field(default_factory=set)  # those of its layers with a method that came here
 
     @property
     def runs(self) -> bool:

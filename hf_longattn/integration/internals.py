@@ -81,12 +81,32 @@ def adapter_classes(peft_class: Any) -> list[tuple[str, Any]]:
 
 
 def _code(module: nn.Module) -> Any:
-    return getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    forward = inspect.unwrap(type(module).forward)
+    # the classes that Unsloth writes anew hand over to a compiled function of such a name
+    compiled = getattr(forward, "__globals__", {}).get(f"{type(module).__name__}_forward")
+    return getattr(forward if compiled is None else inspect.unwrap(compiled), "__code__", None)
 
 
 def uses_interface(module: nn.Module) -> bool:
     """Tell whether a module calls the attention interface: its forward function names `ALL_ATTENTION_FUNCTIONS`."""
     return hasattr(module, "config") and "ALL_ATTENTION_FUNCTIONS" in getattr(_code(module), "co_names", ())
+
+
+#: Whose functions stand around a module's forward, and call it.
+_WRAPPERS = {"transformers", "torch", "accelerate"}
+
+
+def foreign_forward(module: nn.Module) -> str | None:
+    """Return the function of another package that runs in place of the forward of a module or its class; None: none."""
+    home = next(c for c in type(module).__mro__ if "forward" in vars(c))
+    forward = vars(module).get("forward", vars(home)["forward"])
+    while forward is not None:
+        function = getattr(forward, "__func__", forward)
+        where = getattr(function, "__globals__", {}).get("__name__", "")  # its __module__ may be copied from what it wraps
+        if where and where != home.__module__ and where.partition(".")[0] not in _WRAPPERS:
+            return f"{where}.{function.__code__.co_qualname}"
+        forward = getattr(forward, "__wrapped__", None)
+    return None
 
 
 def passes_on(module: nn.Module, argument: str) -> bool:

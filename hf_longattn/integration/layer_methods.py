@@ -12,7 +12,7 @@ from ..user_warnings import warn
 from .changes import remember
 from .config_records import raw_section
 from .guards import guard
-from .internals import get_implementation, set_implementation
+from .internals import foreign_forward, get_implementation, set_implementation
 from .layers import Layer, View
 from .masks import refuse_both_ways
 from .model_facts import facts_of, num_heads
@@ -251,6 +251,9 @@ def refuse_name(view: View, name: str, section: Any = None) -> NoReturn:
 def no_layer(view: View, config: LongAttnConfig) -> str:
     """Return the message about a model without a layer that a method may go into."""
     why = "it has no causal attention that goes through transformers' attention interface"
+    attention = (x for x in view.modules if hasattr(x, "layer_idx") and hasattr(x, "config"))
+    if found := next(((type(x).__name__, function) for x in attention if (function := foreign_forward(x)) is not None), None):
+        why += f", since {found[1]} runs in place of {found[0]}.forward: load the model without what put it there"
     if parts := dict.fromkeys(type(x.config).__name__ for x in view.layers if not x.why_never):
         why = (
             f"its causal attention is in several parts ({', '.join(parts)}), of which none is the language model by its config"

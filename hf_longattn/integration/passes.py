@@ -23,7 +23,7 @@ from .rotated_key_cache import drop_other_keys
 from .shared import model_of, refuse_abroad
 from .state import AttentionState, LayerMethod, method_of
 from .token_axes import COMPILED, check_token_axes, find_token_axes
-from .verify import verify_at_first_call
+from .verify import check_reached, verify_at_first_call
 
 #: Gives a model's layers their methods anew.
 Renew: TypeAlias = Callable[[AttentionState, Any], None]
@@ -63,8 +63,11 @@ def find_pass(
         forward_pass = PASS.get()
         if forward_pass is None and mask is not None and (context := mask.__dict__.get("_longattn")) is not None:
             forward_pass = context.forward_pass
-        if forward_pass is not None and forward_pass.probed is not None:
-            method = forward_pass.probed.get(module, method)
+        if forward_pass is not None:
+            if forward_pass.probed is not None:
+                method = forward_pass.probed.get(module, method)
+            if method is not None and method.config is not None:
+                forward_pass.reached.add(module)
     if method is None:
         raise ValueError(
             f"attention {get_implementation(module.config)!r} applies to 0 layers here: {type(module).__name__} was never "
@@ -191,3 +194,5 @@ def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:
         record_of(cache)["axes"] = forward_pass.of_keys
     forward_pass.frame = forward_pass.cache = forward_pass.outer = None  # masks know the pass, and may outlive it
     forward_pass.layouts.clear()
+    if output is not None and forward_pass.probed is None and state.disabled is None:
+        check_reached(state, model, forward_pass.reached)

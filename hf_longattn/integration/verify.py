@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,7 @@ from ..core.tracing import readable
 from ..user_warnings import warn
 from .forward_context import is_probing, probing
 from .gate import gate_of
-from .internals import get_implementation, has_hook, input_embeddings
+from .internals import foreign_forward, get_implementation, has_hook, input_embeddings
 from .layers import Layer, View
 from .names import is_longattn_name
 from .rotation import FAR_APART, PROBE, Convention, RotarySource, find_axes, find_convention, find_rotary
@@ -75,6 +75,7 @@ def verify_rotations(view: View, methods: Mapping[nn.Module, LayerMethod]) -> di
         ran = {x.name: x.index for x in own if x.name in computed}
         # PEFT keeps an attention module beside its copy that is trained, which runs as the same layer
         if missing := [x.name for x in own if x.index not in ran.values()]:
+            _refuse_foreign({x.name: x.module for x in own if x.name in missing}, view.inner, methods[own[0].module])
             raise ValueError(f"cannot remap rotary distances here: {missing[0]} takes no part in a forward pass over text")
         convention, still = find_convention(
             source, [(name, _unscaled(computed[name].query), computed[name].key) for name in ran]
@@ -127,6 +128,72 @@ def _probed(view: View, methods: Mapping[nn.Module, LayerMethod], layers: list[L
         for handle in equal:
             handle.remove()
     return computed
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.no_grad()
+def check_reached(state: AttentionState, inner: Any, reached: Collection[nn.Module]) -> None:
+    """At the end of a pass: refuse layers that were called and attended by themselves, since their forward was replaced.
+
+    Compiled layers are not seen to come to our attention, and others may have taken no part. So where some are missing, a
+    pass over a few tokens, in which nothing is compiled, tells; and again only when a forward is another one.
+
+    Args:
+        reached: the layers that came.
+
+    Raises:
+        ValueError: a layer computes its attention without its method.
+    """
+    attention = () if state.arrangement is None else state.arrangement.attention
+    expected = [x for x in attention if (method := x.get("_longattn")) is not None and method.config is not None]
+    if reached and len(reached) >= len(expected):
+        return
+    if state.ways is not None and [x.forward for x in state.ways[0]] == state.ways[1]:
+        return
+    methods = {name: (x, m) for name, x in inner.named_modules() if (m := method_of(x)) is not None and m.config is not None}
+    embeddings = input_embeddings(inner)
+    if not methods or embeddings is None or inner.config.is_encoder_decoder or not all(map(readable, inner.parameters())):
+        return
+    called, came, probed = set[str](), set[str](), {}
+    for name, (x, method) in methods.items():
+
+        def observer(call: Call, output: Tensor, name: str = name) -> None:
+            came.add(name)
+
+        probed[x] = replace(method, config=NO_METHOD, rotary=None, observer=observer)
+    hooks = [
+        x.register_forward_pre_hook(functools.partial(lambda name, *_: called.add(name), name))
+        for name, (x, _) in methods.items()
+    ]
+    try:
+        token, device = _token(embeddings)
+        ids = torch.full((1, PROBE), token, dtype=torch.int64, device=device)
+        with torch.compiler.set_stance("force_eager"), evaluating(inner), probing(state, probed):
+            inner.forward(input_ids=ids, use_cache=False)
+    finally:
+        for handle in hooks:
+            handle.remove()
+    if alone := {name: x for name, (x, _) in methods.items() if name not in came and (name in called or not came)}:
+        method = next(iter(methods.values()))[1]
+        _refuse_foreign(alone, inner, method)
+        raise ValueError(f"{_without(method, alone)}: their model does not call transformers' attention interface")
+    modules = [inner, *(x for x, _ in methods.values())]
+    state.ways = modules, [x.forward for x in modules]
+
+
+def _refuse_foreign(modules: Mapping[str, nn.Module], inner: Any, method: LayerMethod) -> None:
+    """ValueError: another package's function runs in place of the forward of one of some layers, or around them."""
+    for module in (*modules.values(), inner, *inner.modules()):
+        if (function := foreign_forward(module)) is not None:
+            raise ValueError(
+                f"{_without(method, modules)}: {function} runs in place of {type(module).__name__}.forward, and does not call "
+                "transformers' attention interface. Leave out what put it there, or the method: hf_longattn.remove(model)"
+            )
+
+
+def _without(method: LayerMethod, modules: Mapping[str, nn.Module]) -> str:
+    others = f" and {len(modules) - 1} more compute" if len(modules) > 1 else " computes"
+    return f"{next(iter(modules))}{others} attention without {method.whole_config.name}"
 
 
 def _token(embeddings: Any) -> tuple[int, torch.device]:
