@@ -162,8 +162,9 @@ def check_reached(state: AttentionState, inner: Any, reached: Collection[nn.Modu
 
         probed[x] = replace(method, config=NO_METHOD, rotary=None, observer=observer)
     hooks = [
-        x.register_forward_pre_hook(functools.partial(lambda name, *_: called.add(name), name))
+        part.register_forward_pre_hook(functools.partial(lambda name, *_: called.add(name), name))
         for name, (x, _) in methods.items()
+        for part in (x, *x.children())  # whoever attends in a module's place needs its projections
     ]
     try:
         token, device = _token(embeddings)
@@ -173,7 +174,7 @@ def check_reached(state: AttentionState, inner: Any, reached: Collection[nn.Modu
     finally:
         for handle in hooks:
             handle.remove()
-    if alone := {name: x for name, (x, _) in methods.items() if name not in came and (name in called or not came)}:
+    if alone := {name: x for name, (x, _) in methods.items() if name in called - came}:
         method = next(iter(methods.values()))[1]
         _refuse_foreign(alone, inner, method)
         raise ValueError(f"{_without(method, alone)}: their model does not call transformers' attention interface")

@@ -37,7 +37,7 @@ MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 FIRST_WORDS = ("hf-longattn", "make", "python", "pip", "accelerate", "torchrun", "git", ".ci/run")
 #: Examples that other tests run: with data, with several processes, with a server.
-ELSEWHERE = {"add-a-method.md", "own-methods.md", "share.md", "engines.md", "serve.md"}
+ELSEWHERE = {"add-a-method.md", "own-methods.md", "share.md", "engines.md", "serve.md", "frameworks.md"}
 #: Blocks that go on where the one before them ends.
 GO_ON = {"docs/how-to/long-documents.md-1"}
 
