@@ -151,8 +151,11 @@ def check_reached(state: AttentionState, inner: Any, reached: Collection[nn.Modu
     if state.ways is not None and [x.forward for x in state.ways[0]] == state.ways[1]:
         return
     methods = {name: (x, m) for name, x in inner.named_modules() if (m := method_of(x)) is not None and m.config is not None}
+    modules = [inner, *(x for x, _ in methods.values())]
+    ways = modules, [x.forward for x in modules]
     embeddings = input_embeddings(inner)
     if not methods or embeddings is None or inner.config.is_encoder_decoder or not all(map(readable, inner.parameters())):
+        state.ways = ways  # nothing tells, now or later
         return
     called, came, probed = set[str](), set[str](), {}
     for name, (x, method) in methods.items():
@@ -178,8 +181,7 @@ def check_reached(state: AttentionState, inner: Any, reached: Collection[nn.Modu
         method = next(iter(methods.values()))[1]
         _refuse_foreign(alone, inner, method)
         raise ValueError(f"{_without(method, alone)}: their model does not call transformers' attention interface")
-    modules = [inner, *(x for x, _ in methods.values())]
-    state.ways = modules, [x.forward for x in modules]
+    state.ways = ways
 
 
 def _refuse_foreign(modules: Mapping[str, nn.Module], inner: Any, method: LayerMethod) -> None:
