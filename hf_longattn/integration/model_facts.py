@@ -28,7 +28,7 @@ def facts_of(view: View, layers: list[Layer], train_length: int | None = None) -
     # of several types the one under which remaps are refused, or the full one
     kind, known = min(read.items(), key=lambda x: (x[1].rotation_is_own, x[0] != "full_attention"))
     rope = rope_settings(config, kind)
-    own, heads = _layer_config(config, layers[0].index), num_heads(layers[0])
+    own, heads = _layer_config(layers[0]), num_heads(layers[0])
     return ModelFacts(
         num_layers=num_layers(config),
         num_heads=heads,
@@ -60,12 +60,13 @@ def num_heads(layer: Layer) -> int:
     if (by_layer := getattr(layer.config, "num_attention_heads_per_layer", None)) is not None:
         return int(by_layer[layer.index])
     names = ("decoder_attention_heads", "decoder_num_attention_heads", "num_attention_heads")
-    return int(_first(_layer_config(layer.config, layer.index), *names))
+    return int(_first(_layer_config(layer), *names))
 
 
-def _layer_config(config: Any, index: int) -> Any:
+def _layer_config(layer: Layer) -> Any:
     """Return the config of one layer where layers differ in their settings, which the whole config then refuses to say."""
-    return config.per_layer_config[index] if getattr(config, "is_heterogeneous", False) else config
+    config = layer.config
+    return config.per_layer_config[layer.index] if getattr(config, "is_heterogeneous", False) else config
 
 
 def _first(config: Any, *names: str) -> Any:
@@ -107,9 +108,9 @@ def own_temperature(view: View, layers: list[Layer]) -> str | None:
 
 
 def _head_dim(layer: Layer) -> int:
-    own, config = getattr(layer.module, "head_dim", None), _layer_config(layer.config, layer.index)
+    own, config = getattr(layer.module, "head_dim", None), _layer_config(layer)
     return int(own or config.hidden_size // config.num_attention_heads)
 
 
 def _value_dim(layer: Layer) -> int:
-    return int(getattr(_layer_config(layer.config, layer.index), "v_head_dim", None) or _head_dim(layer))
+    return int(getattr(_layer_config(layer), "v_head_dim", None) or _head_dim(layer))

@@ -394,6 +394,16 @@ def test_a_module_that_says_is_causal_false_where_it_has_a_mask() -> None:
     close(hf_longattn.update(m, backend="reference")(**given).logits, fast)
 
 
+@torch.no_grad()
+def test_attention_without_a_number_that_is_not_causal_is_left_alone() -> None:
+    """What maps pictures to text in Kosmos 2.5."""
+    m = hf_longattn.apply(stock("llama"), "rerope")
+    other = stock("llama")
+    other.model.mapper = copy.deepcopy(other.model.layers[0].self_attn)
+    other.model.mapper.is_causal, other.model.mapper.layer_idx = False, None
+    assert torch.equal(hf_longattn.apply(other, "rerope")(tokens()).logits, m(tokens()).logits)
+
+
 def test_advice_that_helps() -> None:
     """A method of far keys has nothing to do in windows: to put it there is refused, and so not advised."""
     m = stock("mistral", sliding_window=8)
