@@ -168,7 +168,7 @@ def number(data: Data, what: str) -> str:
         index = measured.get("sizes", measured.get("lengths")).index(int(at))
         if "seeds" in words:
             *most, last = (f"{one[seed][index]:.2f}" for seed in sorted(one))
-            return f"{', '.join(most)} and {last}"
+            return f"{', '.join(most)} and {last}" if most else last
         found = [found[index]]
     sign = {"lower": -1, "higher": 1}.get(words[-1] if words else "", 0)
     if sign and not all(sign * mean > 0 for mean, _ in found):
