@@ -116,14 +116,10 @@ def _probed(view: View, methods: Mapping[nn.Module, LayerMethod], layers: list[L
                 f"how {view.name} rotates cannot be verified, which a remap of rotary distances needs: its class names no "
                 "embeddings of tokens"
             )
-        token, device = _token(embeddings)
-        ids = torch.full((1, PROBE), token, dtype=torch.int64, device=device)
-        eager = torch.compiler.set_stance("force_eager")  # layers may have been compiled each
-        with eager, evaluating(view.model), probing(methods[layers[0].module].state, probed):
-            if inner is view.model or given:
-                type(inner).forward(inner, input_ids=ids, use_cache=False, **given)  # the instance's may be a trainer's
-            else:
-                inner(input_ids=ids, use_cache=False)  # with its hooks, which may fetch weights
+        forward = inner  # with its hooks, which may fetch weights
+        if inner is view.model or given:
+            forward = functools.partial(type(inner).forward, inner, **given)  # the instance's may be a trainer's
+        _read_few_tokens(forward, embeddings, view.model, methods[layers[0].module].state, probed)
     finally:
         for handle in equal:
             handle.remove()
@@ -170,10 +166,7 @@ def check_reached(state: AttentionState, inner: Any, reached: Collection[nn.Modu
         for part in (x, *x.children())  # whoever attends in a module's place needs its projections
     ]
     try:
-        token, device = _token(embeddings)
-        ids = torch.full((1, PROBE), token, dtype=torch.int64, device=device)
-        with torch.compiler.set_stance("force_eager"), evaluating(inner), probing(state, probed):
-            inner.forward(input_ids=ids, use_cache=False)
+        _read_few_tokens(inner.forward, embeddings, inner, state, probed)
     finally:
         for handle in hooks:
             handle.remove()
@@ -197,6 +190,17 @@ def _refuse_foreign(modules: Mapping[str, nn.Module], inner: Any, method: LayerM
 def _without(method: LayerMethod, modules: Mapping[str, nn.Module]) -> str:
     others = f" and {len(modules) - 1} more compute" if len(modules) > 1 else " computes"
     return f"{next(iter(modules))}{others} attention without {method.whole_config.name}"
+
+
+def _read_few_tokens(
+    forward: Any, embeddings: Any, model: Any, state: AttentionState, probed: Mapping[nn.Module, LayerMethod]
+) -> None:
+    """Let a model's forward function read one token at PROBE positions, while its layers run these methods."""
+    token, device = _token(embeddings)
+    ids = torch.full((1, PROBE), token, dtype=torch.int64, device=device)
+    eager = torch.compiler.set_stance("force_eager")  # layers may have been compiled each
+    with eager, evaluating(model), probing(state, probed):
+        forward(input_ids=ids, use_cache=False)
 
 
 def _token(embeddings: Any) -> tuple[int, torch.device]:

@@ -77,9 +77,10 @@ def _write_record(config: Any, folder: Path) -> None:
 
 def _save_model(original: Any, self: PeftModel, save_directory: str, *args: Any, **kwargs: Any) -> None:
     original(self, save_directory, *args, **kwargs)
-    if kwargs.get("is_main_process", True):
-        for name, config in self.peft_config.items():
-            _write_record(config, Path(save_directory) / ("" if name == "default" else name))
+    given = inspect.signature(original).bind(self, save_directory, *args, **kwargs).arguments
+    if given.get("is_main_process", True):
+        for name in given.get("selected_adapters") or self.peft_config:
+            _write_record(self.peft_config[name], Path(save_directory) / ("" if name == "default" else name))
 
 
 def _from_json_file(original: Any, cls: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -733,6 +733,19 @@ class OtherLoraConfig(peft.LoraConfig):
         return cls(**super().from_pretrained(*args, **kwargs).to_dict())
 
 
+def test_an_adapter_that_is_not_saved_keeps_its_file(bases: dict[str, Path], tmp_path: Path) -> None:
+    own = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    plain = AutoModelForCausalLM.from_pretrained(bases["llama"])
+    peft.get_peft_model(plain, own, adapter_name="other").save_pretrained(tmp_path)
+    file = tmp_path / "other" / "adapter_config.json"
+    before = file.read_bytes()
+    base = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(bases["llama"]), "infoscale:clamp=false")
+    model = peft.get_peft_model(base, own)
+    model.add_adapter("other", own)
+    model.save_pretrained(tmp_path, selected_adapters=["default"])
+    assert file.read_bytes() == before
+
+
 @pytest.mark.parametrize("name", ["default", "other"])
 def test_a_config_of_another_package_that_copies_itself_keeps_the_method(
     name: str, bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -33,6 +33,7 @@ def place(blocks, HEADS: tl.constexpr):
     head = program // blocks
     return program % blocks, (head // HEADS).to(tl.int64), (head % HEADS).to(tl.int64)
 
+
 @triton.jit
 def _rows(Index, row, there, N):
     """Own column, column where the sequence starts, first and last visible column; rows that are not there see nothing."""
