@@ -17,7 +17,7 @@ from .plan import AttentionPlan, LogitSpec, Operand, Segment
 from .rotary import RotationDelta
 from .stages import finish, joint_sinks
 from .tables import SHARED, TableCache
-from .tracing import keepable, readable, sent, shareable
+from .tracing import keepable, readable, sent, shareable, wide_device, widened
 
 #: An interval, by its method and its number there.
 NamedInterval = tuple[tuple[KeyIntervals, int], KeyInterval]
@@ -39,7 +39,7 @@ def lower(call: Call) -> AttentionPlan:
         polynomial = temperature.polynomial
     elif isinstance(temperature, LengthTemperature):
         visible = functools.reduce(torch.add, (segment.rows.count(call.kv_len) for segment in made))
-        by_length = temperature.factor(visible.double(), query.shape[3])
+        by_length = temperature.factor(widened(visible), query.shape[3])
         if by_length.numel() > 1 or "temperature" in learned:
             by_length = sent(by_length, query.device)
     return AttentionPlan(
@@ -122,8 +122,9 @@ def distance_tables(
 
     def build() -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            gain, bias = logit_map.tables(heads, length, device, strength if logit_map.blends else None)
-            return gain.to(dtype), bias.to(dtype)
+            tables = logit_map.tables(heads, length, wide_device(device), strength if logit_map.blends else None)
+            gain, bias = (sent(x.to(dtype), device) for x in tables)
+            return gain, bias
 
     if strength is not None:
         return build()

@@ -15,7 +15,7 @@ from ..slots.base import EntropyTemperature, KeyIntervals, LengthTemperature, Sp
 from .call import Call
 from .geometry import AttentionLayout
 from .rotary import Rotation
-from .tracing import readable
+from .tracing import readable, sent, wide_device
 
 
 def dense_attention(call: Call) -> tuple[Tensor, Tensor]:
@@ -34,7 +34,7 @@ def dense_attention(call: Call) -> tuple[Tensor, Tensor]:
 
 def _dense(call: Call) -> tuple[Tensor, Tensor]:
     query, key, value, config, scaling = call.query, call.key, call.value, call.config, call.scaling
-    rows = call.rows.on(query.device)
+    rows, device = call.rows.on(wide_device(query.device)), query.device
     dtype = query.dtype
     compute = torch.promote_types(dtype, torch.float32)
     heads, kv_len = query.shape[1], key.shape[2]
@@ -58,16 +58,17 @@ def _dense(call: Call) -> tuple[Tensor, Tensor]:
         logits = call.softcap * torch.tanh(logits / call.softcap)
     learned = dict(call.learned or {})
     if isinstance(config.temperature, LengthTemperature):
-        factor = config.temperature.factor(rows.count(kv_len).double(), query.shape[-1])
+        factor = sent(config.temperature.factor(rows.count(kv_len).double(), query.shape[-1]), device)
         factor = learned["temperature"](factor) if "temperature" in learned else factor
         logits = factor.to(compute)[..., None] * logits
     if config.logit_map is not None:
         t = rows.distance(kv_len)
         length = int(t.max()) + 1 if readable(t) and t.numel() else kv_len + t.shape[1]
-        gain, bias = (x[:, t].transpose(0, 1).to(compute) for x in config.logit_map.tables(heads, length, t.device))
-        sinks = rows.sinks(kv_len, config.logit_map.sink_tokens)[:, None]
+        tables = config.logit_map.tables(heads, length, t.device)
+        gain, bias = (sent(x[:, t].transpose(0, 1).to(compute), device) for x in tables)
+        sinks = rows.sinks(kv_len, config.logit_map.sink_tokens)[:, None].to(device)
         logits = torch.where(sinks, logits, gain * logits + bias)
-    visible = rows.visible(kv_len)
+    visible = rows.visible(kv_len).to(device)
     if isinstance(config.temperature, EntropyTemperature):
         weights = _softmax(logits, visible)
         entropy = -(weights * torch.where(weights > 0, weights, 1.0).log()).sum(-1)  # xlogy's gradient at 0 is NaN
@@ -146,7 +147,7 @@ def remapped_scores(
     q1, q2, q_rest = rotation.split(query)
     k1, k2, k_rest = rotation.split(key)
     scores = q_rest @ k_rest.transpose(-1, -2)
-    frequencies = rotation.inv_freq.double()
+    frequencies = rotation.inv_freq.to(distance.device, torch.float64)
     shown, factor = frequencies, 1.0
     if rescaled is not None:
         shown, factor = spectrum(frequencies)
@@ -158,6 +159,7 @@ def remapped_scores(
         cos, sin = angle.cos().to(query.dtype), angle.sin().to(query.dtype)
         if rescaled is not None:
             cos, sin = (torch.where(rescaled[:, None], factor**2 * x, x) for x in (cos, sin))
+        cos, sin = sent(cos, query.device), sent(sin, query.device)
         (u, v), (x, y) = ((z[..., f, None] for z in pair) for pair in ((q1, q2), (k1, k2)))
         x, y = x.transpose(-1, -2), y.transpose(-1, -2)
         scores = scores + cos * (u * x + v * y) + sin * (u * y - v * x)

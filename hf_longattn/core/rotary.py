@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .tables import TableCache
-from .tracing import keepable, sent, version
+from .tracing import keepable, sent, version, wide_device
 
 #: cos and sin.
 Angles: TypeAlias = tuple[Tensor, Tensor]
@@ -172,7 +172,8 @@ class RotationDelta(NamedTuple):
         """
         # The old angle is rounded as the model rounded it, so that undoing it is exact; then nothing more is lost.
         # Models take frequencies that are in half precision (model.half()) to float32 before they multiply
-        inv_freq = self.known_rotation.inv_freq
+        inv_freq, device = self.known_rotation.inv_freq, position.device
+        position = position.to(wide_device(device))
         frequency = inv_freq.to(position.device, torch.promote_types(inv_freq.dtype, torch.float32))
         if several := position.ndim > 2:
             position = position[list(self.known_rotation.axes)].movedim(0, -1)
@@ -189,4 +190,4 @@ class RotationDelta(NamedTuple):
         cos, sin = angle.cos(), angle.sin()
         if factor is not None:
             cos, sin = factor * cos, factor * sin
-        return cos.to(wide), sin.to(wide)
+        return sent(cos.to(wide), device), sent(sin.to(wide), device)

@@ -58,10 +58,22 @@ def shareable(x: Tensor) -> bool:
     return _is_eager(x) and torch._C._functorch.peek_interpreter_stack() is None
 
 
+def wide_device(device: torch.device) -> torch.device:
+    """The device itself, or the host where it has no float64 (Apple's GPUs)."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
+def widened(x: Tensor) -> Tensor:
+    """x in float64, on its `wide_device`."""
+    return x.to(wide_device(x.device), torch.float64)
+
+
 def sent(x: Tensor, device: torch.device) -> Tensor:
-    """x, made on the host, on a device; the host goes on."""
+    """x, made on the host, on a device, in float32 where that has no float64; the host goes on."""
     if x.device == device:
         return x
+    if x.dtype == torch.float64 and wide_device(device) != device:
+        x = x.float()
     large = device.type == "cuda" and x.numel() * x.itemsize > STAGED
     return (x.pin_memory() if large else x).to(device, non_blocking=True)
 

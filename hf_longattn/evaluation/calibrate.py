@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..config import NO_METHOD, LongAttnConfig
 from ..core.attend import attend
 from ..core.call import Call
+from ..core.tracing import wide_device, widened
 from ..integration.layer_methods import facts_for
 from ..integration.layers import Layer, View
 from ..integration.model_facts import num_layers
@@ -73,7 +74,7 @@ def measure(model: nn.Module, batches: Batches, sink_tokens: int = 1) -> Measure
         output = attend(own) if call.config.methods else output
         logits.setdefault(layer.index, Sums(options)).add(own, output)
         total = outputs.setdefault(layer.index, {})
-        for name, x in _output_sums(output, call.rows.tokens(call.key.shape[2])).items():
+        for name, x in _output_sums(output, call.rows.on(output.device).tokens(call.key.shape[2])).items():
             total[name] = total.get(name, 0) + x
 
     with observe(model, seen) as layers:
@@ -169,7 +170,7 @@ def _batches(given: Batches) -> list[Mapping[str, Any] | Tensor]:
 
 def _output_sums(out: Tensor, real: Tensor) -> dict[str, Tensor]:
     """Sums over the tokens of one call; (heads,), or of all heads together, ()."""
-    out, real = out.double(), real.expand(out.shape[0], -1)
+    out, real = widened(out), real.expand(out.shape[0], -1).to(wide_device(out.device))
     return {
         "output_mean": (out.mean(-1) * real[:, None]).sum((0, 2)),
         "output_deviation": (out.std(-1, correction=0) * real[:, None]).sum((0, 2)),

@@ -225,7 +225,7 @@ def _equal(now: Any, fresh: Any) -> bool:
     """Up to the rounding of a model that is, or once was, in half precision."""
     if not isinstance(now, Tensor):
         return bool(now == fresh)
-    return now.shape == fresh.shape and torch.allclose(now.double(), fresh.double(), rtol=1e-2, atol=1e-6)
+    return now.shape == fresh.shape and torch.allclose(now.float(), fresh.float(), rtol=1e-2, atol=1e-6)
 
 
 def _rotary_modules(model: Any) -> list[tuple[nn.Module, str, nn.Module]]:

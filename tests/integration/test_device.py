@@ -1,4 +1,4 @@
-"""Every method on a pretended GPU (`pretend`): logits and gradients as on a CPU, by which kernels, and what it asks for."""
+"""Every method on pretended GPUs (`pretend`): logits and gradients as on a CPU, by which kernels, and what it asks for."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from transformers import DynamicCache
 import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.core.kernels import programs
+from hf_longattn.evaluation.measures.heads import copying_heads
 from hf_longattn.integration.caches import CACHE
 
 pytestmark = pytest.mark.skipif(programs.triton is None, reason="triton is not installed")
@@ -87,11 +88,14 @@ WAYS = (prefill, padded, packed, chunks, decoding, generate, generate_padded, st
 SCENARIOS: dict[str, Callable[..., list[Tensor]]] = {way.__name__: way for way in WAYS}
 
 
+DEVICES = {"cuda": pretend.device, "mps": pretend.mps}
+
+
 @functools.cache
-def moved(case: str) -> Any:
-    """A model on the device."""
-    with pretend.device():
-        m = fresh("llama", CASES[case]).to("cuda")
+def moved(case: str, device: str = "cuda") -> Any:
+    """A model on a device."""
+    with DEVICES[device]():
+        m = fresh("llama", CASES[case]).to(device)
         m.tie_weights()
         return m
 
@@ -117,6 +121,42 @@ def test_as_on_a_cpu(case: str, scenario: str) -> None:
         for n, (a, b) in enumerate(zip(got, by_cpu(case, scenario), strict=True)):
             close(a.cpu(), b, TOLERANCE, str(n))
         assert not of_layers(device.reads)
+
+
+@pytest.mark.parametrize(("case", "scenario"), crossed(TRIED, spread(CASES, ("chunks", "generate_padded", "training"), 3)))
+def test_on_apples_device(case: str, scenario: str) -> None:
+    """It has no float64, and no fused kernel that gives a logsumexp."""
+    with pretend.mps(), torch.no_grad():
+        got = SCENARIOS[scenario](moved(case, "mps"), tokens(2, 110).to("mps"))
+    assert all(x.device == pretend.MPS for x in got)
+    for n, (a, b) in enumerate(zip(got, by_cpu(case, scenario), strict=True)):
+        close(a.cpu(), b, TOLERANCE, str(n))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@torch.no_grad()
+def test_what_is_measured(device: str) -> None:
+    """Entropies, logits and outputs, padded and not; heads that copy; calibrated maps; attention weights."""
+    m, ids, (mask, positions) = stock("llama", max_position_embeddings=2048), tokens(2, LENGTH), mask_of(tokens(2, LENGTH))
+
+    def measured(device: str) -> list[Tensor]:
+        m.to(device).tie_weights()
+        out = [copying_heads(m, tokens(1, 1100).to(device))]
+        calibrated = hf_longattn.calibrate(m, ids.to(device), "scale_invariant")
+        for method in (calibrated, "rerope+adaptive_temperature:window=6", "infoscale:train_length=4"):
+            hf_longattn.apply(m, method)
+            with hf_longattn.capture(m) as seen:
+                m(ids.to(device), attention_mask=mask.to(device), position_ids=positions.to(device))
+            out += seen.result().values.values()
+            out.append(m(ids.to(device), output_attentions=True).attentions[0].cpu())
+        hf_longattn.remove(m)
+        return out
+
+    want = measured("cpu")
+    with DEVICES[device]():
+        got = measured(device)
+    for n, (a, b) in enumerate(zip(got, want, strict=True)):
+        close(a.float().nan_to_num(-1), b.float().nan_to_num(-1), 1e-3, str(n))
 
 
 def of_layers(reads: dict[str, int]) -> dict[str, int]:

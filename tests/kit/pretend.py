@@ -1,4 +1,4 @@
-"""A device that says cuda:0 and computes on the CPU: what the package does on a GPU, seen on any machine.
+"""A device that says cuda:0, or mps:0, and computes on the CPU: what the package does on a GPU, seen on any machine.
 
 A tensor of the host among its own is an error, as on a GPU. What a GPU pays for is counted, with the line of the package that
 asked: values that the host waits for, copies to the device, kernels; and the largest tensor is known. Attention operators of
@@ -9,6 +9,8 @@ aten and the Triton programs are computed by their definition, and count as what
         model(ids.to("cuda"))
     device.reads, device.copies, device.kernels, device.largest
 
+Apple's device refuses what PyTorch has not written for it: float64, and operators by the list that comes with PyTorch.
+
 To PyTorch's own code these tensors are on its device "meta", which computes nothing; to all who ask in Python, on cuda:0.
 """
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,10 +28,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torchgen
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torchgen.gen import get_grouped_native_functions, parse_native_yaml
+from torchgen.model import DispatchKey, NativeFunctionsGroup
 
 import hf_longattn
 from hf_longattn.core.geometry import AttentionLayout
@@ -39,7 +45,7 @@ from hf_longattn.core.kernels.rotate import rotate
 from hf_longattn.core.plan import LogitSpec
 from hf_longattn.core.rotary import Rotation
 
-CUDA = torch.device("cuda", 0)
+CUDA, MPS = torch.device("cuda", 0), torch.device("mps", 0)
 PACKAGE = str(Path(hf_longattn.__file__).parent)
 aten = torch.ops.aten
 #: Operators for whose result the host waits; so it does for one that is given an index of bools.
@@ -72,15 +78,18 @@ class Pretended(Tensor):
     """A tensor of the device; `own` holds its numbers."""
 
     own: Tensor
-    device = property(lambda self: CUDA)  # type: ignore[assignment]
-    is_cuda, is_cpu, is_meta = True, False, False
+    at: torch.device
+    device = property(lambda self: self.at)  # type: ignore[assignment]
+    is_cuda = property(lambda self: self.at.type == "cuda")  # type: ignore[assignment]
+    is_mps = property(lambda self: self.at.type == "mps")  # type: ignore[assignment]
+    is_cpu, is_meta = False, False
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls: Any, own: Tensor) -> Pretended:
+    def __new__(cls: Any, own: Tensor, at: torch.device = CUDA) -> Pretended:
         layout = {"strides": own.stride(), "storage_offset": own.storage_offset(), "dtype": own.dtype}
         made = Tensor._make_wrapper_subclass(cls, own.shape, **layout, device="meta")  # type: ignore[attr-defined]
-        made.own = own
+        made.own, made.at = own, at
         return made
 
     def __repr__(self, **_: Any) -> str:
@@ -91,7 +100,8 @@ class Pretended(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return Device().__torch_dispatch__(function, types, args, kwargs)  # outside of `device`: nobody counts
+        at = next(x.at for x in tree_leaves((args, kwargs)) if isinstance(x, Pretended))
+        return Device(at).__torch_dispatch__(function, types, args, kwargs)  # outside of `device`: nobody counts
 
 
 def plain(x: Any) -> Any:
@@ -130,8 +140,9 @@ class Device(TorchDispatchMode):
         largest: elements of the largest tensor that the package made there, and who did.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, at: torch.device = CUDA) -> None:
         super().__init__()
+        self.at = at
         self.clear()
 
     def clear(self) -> None:
@@ -150,7 +161,11 @@ class Device(TorchDispatchMode):
                 return out
         if onto is not None:
             kwargs["device"] = "cpu"
+        if self.at == MPS and stays and str(function).removeprefix("aten.") not in of_mps():
+            raise NotImplementedError(f"The operator '{function}' is not currently implemented for the MPS device: {line()}")
         out = FORMULAS.get(function, function)(*plain(args), **plain(kwargs))
+        if self.at == MPS and stays and any(x.dtype == torch.float64 for x in tree_leaves(out) if isinstance(x, Tensor)):
+            raise TypeError(f"Cannot convert a MPS Tensor to float64 dtype, which the MPS framework lacks: {line()}")
         of_host = any(not isinstance(x, Pretended) and x.ndim for x in given)
         if not stays or (function is aten.copy_.default and not isinstance(args[0], Pretended)):
             if not stays or args[2:] != (True,):  # else the host does not wait for it
@@ -165,14 +180,15 @@ class Device(TorchDispatchMode):
         known = {id(plain(x)): x for x in given}
         kind = all(x.is_inference() for x in given) if function.is_view else torch.is_inference_mode_enabled()
         with torch.inference_mode(kind):  # a view is what it is of
-            return tree_map_only(Tensor, lambda x: known[id(x)] if id(x) in known else Pretended(x) if stays else x, out)
+            made = functools.partial(Pretended, at=self.at) if stays else lambda x: x
+            return tree_map_only(Tensor, lambda x: known[id(x)] if id(x) in known else made(x), out)
 
     def launched(self, name: str, given: Any, out: Any, kernels: int = 1) -> None:
         """Count kernels that take what is given to an output."""
         at = f"{line()} {name}"
         tensors = [[x for x in tree_leaves(side) if isinstance(x, Tensor)] for side in (given, out)]
         if any(not isinstance(x, Pretended) and x.ndim for x in tensors[0]):
-            raise RuntimeError(f"expected all tensors to be on the same device, but found cuda:0 and cpu: {at}")
+            raise RuntimeError(f"expected all tensors to be on the same device, but found {self.at} and cpu: {at}")
         self.kernels[at] += kernels
         if not at.startswith("("):
             self.largest = max(self.largest, (max((x.numel() for x in tensors[1]), default=0), at))
@@ -185,7 +201,7 @@ class Device(TorchDispatchMode):
         def run(*args: Any) -> Any:
             out = function(*plain(args))
             self.launched(name, args, out, kernels(*args))
-            return tree_map_only(Tensor, Pretended, out)
+            return tree_map_only(Tensor, functools.partial(Pretended, at=self.at), out)
 
         return run
 
@@ -210,8 +226,8 @@ class Calls(TorchFunctionMode):
 
 
 def _named(x: Any) -> Any:
-    cuda = (isinstance(x, torch.device) and x.type == "cuda") or (isinstance(x, str) and x.split(":")[0] == "cuda")
-    return "meta" if cuda else x
+    name = str(x) if isinstance(x, (torch.device, str)) else ""
+    return "meta" if name.split(":")[0] in ("cuda", "mps") else x
 
 
 _ENGINE = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
@@ -226,10 +242,40 @@ def _refuse(name: str, *_: Any, **__: Any) -> None:
     raise AssertionError(f"{name} would be launched, and nothing stands for it here")
 
 
+@contextlib.contextmanager
+def mps() -> Iterator[Device]:
+    """Apple's device, while this is open."""
+    backward, event = patch.object(torch.autograd, "_engine_run_backward", _backward), patch.object(torch, "Event", Event)
+    with backward, event, Calls(), Device(MPS) as seen:
+        yield seen
+
+
+@functools.cache
+def of_mps() -> frozenset[str]:
+    """The operators that PyTorch has for Apple's device: its own for it, and those made of others."""
+    folder = Path(torchgen.__file__).parent / "packaged/ATen/native"
+    native = parse_native_yaml(str(folder / "native_functions.yaml"), str(folder / "tags.yaml"))
+    kernels = native.backend_indices[DispatchKey.MPS]
+    found = set()
+    for group in get_grouped_native_functions(native.native_functions):
+        members = list(group.functions()) if isinstance(group, NativeFunctionsGroup) else [group]
+        own = kernels.has_kernel(group) if isinstance(group, NativeFunctionsGroup) else False
+        for f in members:
+            if own or kernels.has_kernel(f) or f.has_composite_kernel:
+                found.add(f"{f.func.name.name}.{f.func.name.overload_name or 'default'}")
+    return frozenset(found)
+
+
 class Event:
     """A mark on a stream, which is always reached."""
 
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
     def record(self, *_: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
         pass
 
     def query(self) -> bool:
@@ -393,20 +439,19 @@ def sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """By the operator that PyTorch chooses on an H100."""
-    shared, half = query.shape[1] != key.shape[1], query.dtype in (torch.float16, torch.bfloat16)
+    """By the operator that PyTorch chooses on an H100; on Apple's device by its steps."""
+    on_cuda, half = query.is_cuda, query.dtype in (torch.float16, torch.bfloat16)
     options, bias = (dropout_p, is_causal), attn_mask
     if bias is not None and bias.dtype == torch.bool:
         bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(~bias, float("-inf"))
-    if half and query.shape[-1] <= 128:
+    if on_cuda and half and query.shape[-1] <= 128:
         return aten._scaled_dot_product_cudnn_attention(query, key, value, bias, True, *options, scale=scale)[0]
-    if half and bias is None:
+    if on_cuda and half and bias is None:
         return aten._scaled_dot_product_flash_attention(query, key, value, *options, scale=scale)[0]
-    if not shared:
+    if on_cuda and query.shape[1] == key.shape[1]:
         return aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, *options, scale=scale)[0]
-    return aten._scaled_dot_product_attention_math(query, key, value, attn_mask, *options, scale=scale, enable_gqa=enable_gqa)[
-        0
-    ]
+    by_steps = {"scale": scale, "enable_gqa": enable_gqa}
+    return aten._scaled_dot_product_attention_math(query, key, value, bias, *options, **by_steps)[0]
 
 
 def _logits(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale: float | None) -> Tensor:

@@ -48,7 +48,7 @@ def blocks(call: Call, chosen: Tensor | None = None) -> Iterator[Block]:
     Args:
         chosen: the numbers of the query rows to read, int64 (n,), ascending; default all.
     """
-    config, rows, kv_len = call.config, call.rows, call.key.shape[2]
+    config, rows, kv_len = call.config, call.rows.on(call.query.device), call.key.shape[2]
     batch, heads = call.query.shape[:2]
     plan = lower(call)
     factor, sinks = plan.factor(call.learned), plan.sinks(call.query, call.learned, call.sink_logits)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ...config import NO_METHOD
 from ...core.call import Call
+from ...core.tracing import wide_device, widened
 from ...integration.layers import Layer
 from ...integration.model_facts import num_layers
 from ...integration.observer import observe
@@ -38,12 +39,12 @@ def copying_heads(model: nn.Module, input_ids: Tensor) -> Tensor:
     result: dict[int, Tensor] = {}
 
     def seen(layer: Layer, call: Call, output: Tensor) -> None:
-        total = torch.zeros(call.query.shape[1], dtype=torch.float64, device=call.query.device)
-        after = expected.to(total.device)
-        for block in blocks(call.under(NO_METHOD), reading.to(total.device)):
+        total = torch.zeros(call.query.shape[1], dtype=torch.float64, device=wide_device(call.query.device))
+        after = expected.to(call.query.device)
+        for block in blocks(call.under(NO_METHOD), reading.to(after.device)):
             here, after = after[: len(block.which)], after[len(block.which) :]
             log_p = block.log_p.gather(-1, here[None, None, :, None].expand(1, len(total), -1, 1))
-            total += log_p.exp().double().sum((0, 2, 3))
+            total += widened(log_p.exp()).sum((0, 2, 3))
         result[layer.index] = total / len(reading)
 
     ids, _ = with_copies(input_ids, copies)

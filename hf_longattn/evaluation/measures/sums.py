@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...core.call import Call
 from ...core.kernels.kernel import MASK_VALUE, entropy
+from ...core.tracing import wide_device, widened
 from .blocks import Block, blocks
 from .diagnostics import QUANTITIES, WHAT, Diagnostics
 
@@ -85,28 +86,31 @@ class Sums:
         Args:
             output: (batch, heads, q_len, head_dim), the call's; read where the options ask for outputs.
         """
-        position = call.rows.bounds.query - call.rows.bounds.start + 1
-        real = call.rows.tokens(call.key.shape[2])
-        group = torch.frexp(position.double()).exponent - 1
-        groups = torch.nn.functional.one_hot(group.clamp(0, GROUPS - 1).long(), GROUPS) * real[..., None]
+        device = call.query.device
+        rows = call.rows.on(wide_device(device))
+        position = rows.bounds.query - rows.bounds.start + 1
+        real = rows.tokens(call.key.shape[2])
+        group = (torch.frexp(position.double()).exponent - 1).clamp(0, GROUPS - 1)
+        groups = (group[..., None] == torch.arange(GROUPS, device=group.device)) & real[..., None]
         if "outputs" in self.options.groups:
-            for rows in torch.arange(output.shape[2], device=groups.device).split(OUTPUT_ROWS):
-                self._add_outputs(output[:, :, rows], groups[:, rows].double(), position[:, rows])
+            for first in range(0, output.shape[2], OUTPUT_ROWS):
+                some = slice(first, first + OUTPUT_ROWS)
+                self._add_outputs(output[:, :, some], groups[:, some].double(), position[:, some])
         if set(self.options.groups) == {"outputs"}:
             return
         chosen = self.options.choose(call.query.shape[2])
         read = call.query.shape[2] if chosen is None else len(chosen)
-        chosen = None if chosen is None else chosen.to(call.query.device)
+        chosen = None if chosen is None else chosen.to(device)
         stride = math.ceil(read / DRAWN_ROWS)
         done = 0
         for block in blocks(call, chosen):
-            seen = block.visible.any(-1).any(1)
-            weight = (groups[:, block.which] * seen[..., None]).double()
+            seen = block.visible.any(-1).any(1).to(groups.device)
+            weight = (groups[:, block.which.to(groups.device)] * seen[..., None]).double()
             self._add("rows", weight.sum((0, 1)) * (call.query.shape[0] / weight.shape[0]))
             self._add_rows(block, weight)
             if "qq" in self.options.groups:
-                offsets = torch.arange((-done) % stride, len(block.which), stride, device=weight.device)
-                self._draw(block, offsets, stride * weight[:, offsets].sum(-1))
+                some = slice((-done) % stride, None, stride)
+                self._draw(block, some, stride * weight[:, some].sum(-1).cpu())
             done += len(block.which)
 
     def _add(self, name: str, x: Tensor) -> None:
@@ -116,7 +120,7 @@ class Sums:
     def _add_by_row(self, name: str, x: Tensor, weight: Tensor) -> None:
         """x (batch, heads, n, ...) summed over rows into (heads, groups, ...)."""
         weight = weight.expand(x.shape[0], -1, -1)
-        self._add(name, torch.einsum("bhn...,bnk->hk...", x.double(), weight))
+        self._add(name, torch.einsum("bhn...,bnk->hk...", widened(x), weight))
 
     def _add_rows(self, block: Block, weight: Tensor) -> None:
         what = self.options.groups
@@ -124,16 +128,16 @@ class Sums:
             self._add_by_row("entropy", entropy(block.log_p), weight)
         if "temperature" in what:
             self._add_by_row("temperature", block.temperature, weight)
-            self._add_by_row("temperature_share", ((block.temperature - 1).abs() > ROUNDING).double(), weight)
+            self._add_by_row("temperature_share", (block.temperature - 1).abs() > ROUNDING, weight)
         if "mass" in what:
             sinks = block.rows.sinks(block.logits.shape[-1], self.options.sinks)[:, None]
             self._add_by_row("sink_mass", (block.log_p.exp() * sinks).sum(-1), weight)
             self._add_by_row("local_mass", self._at(block, block.log_p, 0, self.options.local).exp().sum(-1), weight)
         if "logits" in what:
             counted = self._counted(block)
-            kept = torch.where(counted, block.logits, 0.0)
+            kept = widened(torch.where(counted, block.logits, 0.0))
             pairs = counted.sum(-1).expand(kept.shape[:-1])
-            for name, x in (("logit", kept.double().sum(-1)), ("square", kept.double().square().sum(-1)), ("pairs", pairs)):
+            for name, x in (("logit", kept.sum(-1)), ("square", kept.square().sum(-1)), ("pairs", pairs)):
                 self._add_by_row(name, x, weight)
             low = block.logits.masked_fill(~block.visible, -MASK_VALUE).amin(-1)
             spread = torch.where(block.visible.any(-1), block.logits.amax(-1) - low, 0.0)
@@ -156,7 +160,7 @@ class Sums:
             reached.append(seen)
         missing = len(self.options.ranges) - len(mass)
         for name, parts in (("range_mass", mass), ("range_entropy", inside), ("range_rows", reached)):
-            x = torch.nn.functional.pad(torch.stack(parts, -1).double(), (0, missing))
+            x = torch.nn.functional.pad(widened(torch.stack(parts, -1)), (0, missing))
             self._add_by_row(name, x, weight)
 
     @staticmethod
@@ -172,21 +176,21 @@ class Sums:
         """The pairs that logit statistics count: visible, and the key is no sink."""
         return block.visible & ~block.rows.sinks(block.logits.shape[-1], self.options.sinks)[:, None]
 
-    def _draw(self, block: Block, offsets: Tensor, rows: Tensor) -> None:
+    def _draw(self, block: Block, some: slice, rows: Tensor) -> None:
         """Draw logits of some rows, each with the number of pairs that it stands for; `rows` is how many a row stands for."""
         batch, heads = block.logits.shape[:2]
-        counted = self._counted(block).any(1)[:, offsets].expand(batch, -1, -1)
+        counted = self._counted(block).any(1)[:, some].expand(batch, -1, -1).cpu()
         weight = counted.sum(-1) * rows
         counted = counted.double()
         counted[..., 0] += counted.sum(-1) == 0  # such a row weighs nothing, but something must be drawn
-        flat = counted.flatten(0, 1).cpu()
+        flat = counted.flatten(0, 1)
         keys = torch.multinomial(flat, DRAWS, replacement=True, generator=self.generator).to(block.logits.device)
         at = keys.view(batch, 1, -1, DRAWS).expand(-1, heads, -1, -1)
-        drawn = block.logits[:, :, offsets].gather(-1, at)
-        self.drawn.append((drawn.transpose(0, 1).flatten(1).cpu(), weight[..., None].expand(-1, -1, DRAWS).flatten().cpu()))
+        drawn = block.logits[:, :, some].gather(-1, at)
+        self.drawn.append((drawn.transpose(0, 1).flatten(1).cpu(), weight[..., None].expand(-1, -1, DRAWS).flatten()))
 
     def _add_outputs(self, output: Tensor, groups: Tensor, position: Tensor) -> None:
-        output = output.double()
+        output = widened(output)
         groups = groups.expand(output.shape[0], -1, -1)
         self._add_by_row("output", output, groups)
         self._add_by_row("output_square", output.square(), groups)
