@@ -246,7 +246,7 @@ def _refuse(name: str, *_: Any, **__: Any) -> None:
 def mps() -> Iterator[Device]:
     """Apple's device, while this is open."""
     backward, event = patch.object(torch.autograd, "_engine_run_backward", _backward), patch.object(torch, "Event", Event)
-    with backward, event, Calls(), Device(MPS) as seen:
+    with backward, event, patch.object(programs, "INTERPRETED", False), Calls(), Device(MPS) as seen:
         yield seen
 
 

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pretend
 import psutil
 import pytest
 import torch
@@ -25,6 +26,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("peft")
 pytest.importorskip("omegaconf")
+from accelerate.state import PartialState
 from helpers import crossed
 from interrupts import at_pass, at_step
 from peft import PeftModel
@@ -50,11 +52,12 @@ import hf_longattn
 from hf_longattn.checks import Refused
 from hf_longattn.cli import app
 from hf_longattn.cli.train import _standing
+from hf_longattn.core.kernels import programs
 from hf_longattn.evaluation.rows import Row, alone
 from hf_longattn.evaluation.tasks import NeedleTask
 from hf_longattn.evaluation.tasks.sample import IGNORE
 from hf_longattn.files import METRICS_FILE
-from hf_longattn.training import RECIPES, Recipe, dump, estimate, load_recipe, plan, prepare, reach, run
+from hf_longattn.training import RECIPES, Recipe, dump, estimate, load_recipe, plan, prepare, reach, run, running
 from hf_longattn.training import data as data_module
 from hf_longattn.training.data import (
     Data,
@@ -1591,3 +1594,44 @@ def test_a_run_says_what_it_harmed() -> None:
         "Reads copies from 8,064 tokens back at 0.90 (base: 3.10, with the untrained method: 0.90, no different), in nats per "
         "token."
     )
+
+
+# on a GPU -------------------------------------------------------------------------------------------------------------
+
+
+GPUS: dict[str, Callable[[], AbstractContextManager[Any]]] = {"cuda:0": pretend.device, "mps:0": pretend.mps}
+ON_A_GPU: dict[str, tuple[str, dict[str, Any]]] = {
+    "remap": ("continue_lora", {"evaluation.far": 700, "skip.target_length": 2000, "trainer.max_steps": 2}),
+    "calibrated": ("method_lora", {"method": "scale_invariant", "calibrate": 128}),
+    "by entropy": ("method_lora", {"method": "adaptive_temperature"}),
+    "needles": ("needle_lora", {"length": 256, "trainer.max_steps": 2}),
+    "taught": ("convert_distill", {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(programs.triton is None, reason="triton is not installed")
+@pytest.mark.parametrize("device", GPUS)
+@pytest.mark.parametrize("case", crossed(ON_A_GPU, ("remap", "calibrated")))
+def test_a_gpu_trains_as_a_cpu(case: str, device: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses and copies; what has no weights yet (on `meta`), and what is loaded, is made before the device is pretended."""
+    name, changes = ON_A_GPU[case]
+    want = trained(name, settings(tiny, tmp_path / "cpu", **changes))
+    for owner, attribute, value in (
+        (torch.cuda, "set_device", lambda _: None),
+        (PartialState, "default_device", torch.device(device)),
+        (estimate, "_speed", lambda *_: 1e9),
+    ):
+        monkeypatch.setattr(owner, attribute, value)
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", device)
+    prepared = prepare(load_recipe(name, settings(tiny, tmp_path / "gpu", **changes | {"trainer.use_cpu": False})))
+    loaded = running._model(prepared)
+    monkeypatch.setattr(running, "_model", lambda _: loaded)
+    with GPUS[device]():
+        got = run(prepared)
+    for a, b in zip(losses(got), losses(want), strict=True):
+        assert a == pytest.approx(b, abs=1e-3)
+    for model, rows in want["reach"]["probe"].items():
+        for a, b in zip(got["reach"]["probe"][model], rows, strict=True):
+            assert a["copy"] == pytest.approx(b["copy"], abs=1e-3)
+    assert bool(want["reach"]["probe"]) is (case == "remap")
