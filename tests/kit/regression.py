@@ -55,7 +55,7 @@ def single_calls() -> dict[str, Tensor]:
         for dtype, grad, sinks in ways:
             name = f"{case} {geometry} {dtype} {'gradients' if grad else ''} {'sinks' if sinks is not None else ''}"
             leaves = [x.requires_grad_(grad) for x in inputs(h=HEADS, q=q_len, k=kv_len, d=6, dtype=dtype)]
-            own = dataclasses.replace(rows, _known={})
+            own = dataclasses.replace(rows)  # keeps nothing of the calls before
             result = attend(Call(*leaves, config.for_layer(0), own, 0.7, rotation=ROTATION, sink_logits=sinks))
             out[name] = result.detach()
             if grad:
