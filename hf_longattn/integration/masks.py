@@ -143,6 +143,26 @@ def base_implementation(config: Any) -> str:
     return "sdpa" if known is None else known.base
 
 
+class MaskRequest(NamedTuple):
+    """The arguments that Transformers gives to every mask function, by its names for them.
+
+    Args:
+        kv_length: how many keys the cache gives back.
+        q_offset, kv_offset: the cache indices of the first query and the first key; of a static cache a tensor.
+        mask_function: tells whether a pair is visible, of its batch entry, head, query and key.
+        attention_mask: True where a token is no padding, (batch, tokens); None: there is no padding.
+    """
+
+    batch_size: int
+    q_length: int
+    kv_length: int
+    q_offset: int | Tensor
+    kv_offset: int | Tensor
+    mask_function: Callable[..., Any]
+    attention_mask: Tensor | None
+    device: torch.device | str
+
+
 def layout_mask(
     batch_size: int,
     q_length: int,
@@ -157,45 +177,38 @@ def layout_mask(
     **kwargs: Any,
 ) -> Tensor | None:
     """A mask in the form above; for layers that are left alone, the base implementation's own mask."""
-    shared: dict[str, Any] = {
-        "batch_size": batch_size,
-        "q_length": q_length,
-        "kv_length": kv_length,
-        "q_offset": q_offset,
-        "kv_offset": kv_offset,
-        "mask_function": mask_function,
-        "attention_mask": attention_mask,
-        "device": device,
-    }
+    asked = MaskRequest(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device)
+    more = kwargs | {"config": config, "local_size": local_size}
     base = ALL_MASK_ATTENTION_FUNCTIONS[base_implementation(config)]
     section = None if config is None else raw_section(config)
     if section:
         refuse_both_ways(config)
     if "allow_is_bidirectional_skip" in kwargs:  # only the bidirectional masks are asked for with it
-        mask = base(**shared, **kwargs, config=config, local_size=local_size)
+        mask = base(**asked._asdict(), **more)
         if isinstance(mask, Tensor) and readable(mask):
             context_of(mask).both_ways = True
         return mask
     layers = section.layers if isinstance(section, LongAttnConfig) else (section or {}).get("layers")
     only_full = layers in (None, "full_attention")
     if local_size is not None and only_full and ((known := before(config)) is None or known.windows):
-        kwargs |= {"allow_is_causal_skip": False}
-        return base(**shared, **kwargs, config=config, local_size=local_size)
+        return base(**asked._asdict(), **more | {"allow_is_causal_skip": False})
     # Never None for a causal layer: Gemma 4 slices queries under any name but "sdpa" and trusts the mask.
     windowed = local_size is not None and local_size == getattr(config, "sliding_window", None)
     sliced = bool(getattr(config, "num_kv_shared_layers", 0))
-    pairs = functools.partial(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], **kwargs | {"allow_is_causal_skip": False}, config=config)
-    on_host = _on_host(shared)
-    layout = _intervals(sliced, **(on_host or shared))
+    on_host = _on_host(asked)
+    layout = _intervals(on_host or asked, sliced)
     if layout is None:
         if on_host is not None and (q_length > FEW_QUERIES or not _knows_no_tensor(mask_function)):  # a graph's lengths vary
             on_host = None
-        given = on_host or shared
-        layout = _pairs(functools.partial(pairs, **given), windowed, **given)
+        given, of_pairs = on_host or asked, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+        visible = of_pairs(**given._asdict(), **kwargs | {"config": config, "allow_is_causal_skip": False})
+        layout = _pairs(given, visible, windowed)
     made, layout = layout, sent(layout, torch.device(device))
     if readable(layout):
-        static = {k: x.clone() for k, x in shared.items() if k.endswith("offset") and isinstance(x, Tensor)}  # caches count on
-        arguments = {**shared, **static, **kwargs, "config": config, "local_size": local_size}
+        arguments = asked._asdict() | more
+        for name in ("q_offset", "kv_offset"):
+            if isinstance(offset := arguments[name], Tensor):
+                arguments[name] = offset.clone()  # static caches count on in it
         host = made.detach() if made.device.type == "cpu" else None  # what keeps its own mask would outlive it
         context = MaskContext(BaseAttention(own_implementation(config), arguments), host=host)
         layout = layout if host is None else _numbered(layout, context)
@@ -220,34 +233,24 @@ def _knows_no_tensor(mask_function: Callable[..., Any]) -> bool:
     return (interval := recognise(mask_function)) is not None and interval.sequence_ids is None
 
 
-def _on_host(shared: dict[str, Any]) -> dict[str, Any] | None:
-    """The arguments of a mask function on the host, at most a read of each; None where they are there, or cannot be read."""
-    device, mask = torch.device(shared["device"]), shared["attention_mask"]
+def _on_host(asked: MaskRequest) -> MaskRequest | None:
+    """Bring what is asked for to the host, with at most a read of each tensor; None: it is there, or cannot be read."""
+    device, mask = torch.device(asked.device), asked.attention_mask
     if device.type in ("cpu", "meta") or not readable(torch.empty(0, device=device) if mask is None else mask):
         return None
-    offsets = {k: int(shared[k]) for k in ("q_offset", "kv_offset")}
-    return shared | offsets | {"device": "cpu", "attention_mask": None if mask is None else mask.cpu()}
+    own = None if mask is None else mask.cpu()
+    return asked._replace(q_offset=int(asked.q_offset), kv_offset=int(asked.kv_offset), device="cpu", attention_mask=own)
 
 
-def _intervals(
-    sliced: bool,
-    *,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor,
-    kv_offset: int | Tensor,
-    mask_function: Callable[..., Any],
-    attention_mask: Tensor | None,
-    device: torch.device | str,
-) -> Tensor | None:
-    """The mask in one of our compact forms; None where that cannot say it.
+def _intervals(asked: MaskRequest, sliced: bool) -> Tensor | None:
+    """Make the compact or the padded form of a mask; None: neither can say it.
 
     Args:
         sliced: whether some layers get a part of the rows.
     """
-    if (interval := recognise(mask_function)) is None:
+    if (interval := recognise(asked.mask_function)) is None:
         return None
+    batch_size, q_length, _, q_offset, kv_offset, _, attention_mask, device = asked
     row = torch.arange(q_length, device=device)
     position = row + q_offset
     first = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
@@ -261,7 +264,7 @@ def _intervals(
         counted = padding.cumsum(-1)
         whole = not is_tracing(padding) and readable(padding) and bool((counted[:, -1:] == (last - first + 1) * some).all())
         empty_cache = not (isinstance(q_offset, Tensor) or isinstance(kv_offset, Tensor)) and q_offset == kv_offset == 0
-        if not whole and not (empty_cache and q_length == kv_length == padding.shape[-1] and not sliced):
+        if not whole and not (empty_cache and q_length == asked.kv_length == padding.shape[-1] and not sliced):
             return None
     start = first.expand(-1, q_length)
     if interval.sequence_ids is not None:
@@ -272,28 +275,17 @@ def _intervals(
     return torch.stack(columns if whole else [*columns, padding * counted], dim=-1).int()[:, None]
 
 
-def _pairs(
-    dense: Callable[[], Tensor],
-    windowed: bool,
-    *,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor,
-    kv_offset: int | Tensor,
-    attention_mask: Tensor | None,
-    device: torch.device | str,
-    **_: Any,
-) -> Tensor:
-    """The mask in the form that says which pairs are visible.
+def _pairs(asked: MaskRequest, visible: Tensor, windowed: bool) -> Tensor:
+    """Make the dense form of a mask.
 
     Args:
-        dense: gives bool (batch, 1, q_len, kv_len), True = visible.
-        windowed: whether that is seen through a sliding window.
+        visible: the pairs that it shows, bool (batch or 1, 1, q_len, kv_len).
+        windowed: whether they are seen through a sliding window.
     """
+    batch_size, q_length, kv_length, q_offset, kv_offset, _, attention_mask, device = asked
     row = torch.arange(q_length, device=device)
     position = row + q_offset
-    visible = dense().expand(batch_size, -1, -1, -1)[:, 0]
+    visible = visible.expand(batch_size, -1, -1, -1)[:, 0]
     cache_index = torch.arange(kv_length, device=device) + kv_offset
     if attention_mask is None:
         key_start = torch.zeros(batch_size, q_length, dtype=torch.int64, device=device) + kv_offset
