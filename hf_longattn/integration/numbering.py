@@ -37,39 +37,43 @@ def own_positions(seen: ParsedMask, position_ids: Tensor) -> Tensor:
 
 
 class Numbered:
-    """The position_ids of a call beside its cache indices, from which follows how its tokens are numbered.
-
-    Of each query, (batch, q_len): its position and cache_index; start, the cache index where its sequence starts; origin, the
-    position there; real, whether it is no padding. Of the first real token, (batch, 1): begins_at, its position; offset, that
-    less its cache index; text_start, its start; by_index, by_start, by_count, whether it is numbered so. keys: the cache
-    indices of keys, (batch, kv_len); first: that of the call's first token, (batch, 1).
-    """
+    """The position_ids of a call beside its cache indices, from which follows how its tokens are numbered."""
 
     def __init__(self, seen: ParsedMask, position_ids: Tensor, kv_len: int) -> None:
         rows, counted, first = seen
         index = rows.index
         batch = max(index.shape[0], position_ids.shape[0])
-        self.rows, self.counted, self.position = rows, counted, own_positions(seen, position_ids).expand(batch, -1)
-        self.tokens = position_ids.to(index.device).expand(batch, -1)  # of the whole call
         index = index.expand(batch, -1, -1)
+        self.rows, self.counted = rows, counted
+        #: of each query, (batch, q_len): its position, its cache index, and the cache index where its sequence starts
+        self.position = own_positions(seen, position_ids).expand(batch, -1)
         self.cache_index, _, self.start, _, _ = RowBounds(*index.unbind(-1))
-        self.first = first.expand(batch, -1)
-        self.keys = rows.key_indices(kv_len)[:, 0].expand(batch, -1)
-        self.real = rows.tokens(kv_len).expand(batch, -1)  # padding may be at any position
+        #: whether a query is no padding, which may be at any position; (batch, 1), whether all queries are
+        self.real = rows.tokens(kv_len).expand(batch, -1)
         self.all_padding = ~self.real.any(-1, keepdim=True)
-        which = self.real.int().argmax(-1, keepdim=True)  # the first real token
+        #: the positions of all tokens of the call, (batch, tokens), and the cache index of the first, (batch, 1)
+        self.tokens, self.first = position_ids.to(index.device).expand(batch, -1), first.expand(batch, -1)
+        #: the cache indices of keys, (batch, kv_len)
+        self.keys = rows.key_indices(kv_len)[:, 0].expand(batch, -1)
+        which = self.real.int().argmax(-1, keepdim=True)
+        #: of the first real token, (batch, 1): its position, that less its cache index, and where its sequence starts
         self.begins_at = self.position.gather(1, which)
         self.offset = self.begins_at - self.cache_index.gather(1, which)
         self.text_start = self.start.gather(1, which)
+        #: whether that token is numbered by cache index, from the start of its text, or by visible tokens, (batch, 1)
         self.by_index, self.by_start = self.offset == 0, self.offset == -self.text_start
         self.by_count = torch.zeros_like(self.by_index)
         if counted is not None:
             column = (self.cache_index.gather(1, which) - self.keys[:, :1]).clamp(0, kv_len - 1)
             self.by_count = counted.expand(batch, -1).gather(1, column) == self.begins_at
-        self.sees_cache, self.origin = self._sees_cache(), self._origin()
+        #: whether any token sees keys of earlier calls, (batch, 1)
+        self.sees_cache = self._sees_cache()
+        #: the position at which a query's sequence starts, at a token of this call or at a cached one, (batch, q_len)
+        cached = torch.where(self.by_index, self.text_start, 0)
+        inside = (self.start - self.first).clamp(0, self.tokens.shape[1] - 1)
+        self.origin = torch.where(self.start >= self.first, self.tokens.gather(1, inside), cached)
 
     def _sees_cache(self) -> Tensor:
-        """True where a token sees keys of earlier calls, (batch, 1)."""
         if self.rows.allowed is None or self.rows.hides_tokens:
             low, high = self.rows.bounds.low, self.rows.bounds.high
             return ((low < self.first) & (low <= high) & self.real).any(-1, keepdim=True)
@@ -97,13 +101,13 @@ class Numbered:
         return self.all_padding | (even & (self.by_index | self.by_start | ~self.sees_cache))
 
     @property
-    def behind(self) -> list[Tensor]:
+    def numbering_of_first(self) -> list[Tensor]:
         """The numbering of the tokens that come first behind cached keys, if any does, as bools on the device."""
         by_count = self.by_start if self.counted is None else self.by_count
         return [(fits | ~self.sees_cache).all() for fits in (self.by_index, self.by_start, by_count)]
 
     @property
-    def all(self) -> list[Tensor]:
+    def numbering(self) -> list[Tensor]:
         """The numbering of all tokens, as bools on the device."""
         from_start = self.cache_index - self.start
         count = from_start
@@ -113,15 +117,14 @@ class Numbered:
         return [((self.position == at) | ~self.real).all() for at in (self.cache_index, from_start, count)]
 
     @property
-    def next(self) -> Tensor:
-        """True where a row is that of the next token after the row before, (batch, q_len - 1)."""
-        return self.cache_index.diff() == 1
+    def is_next(self) -> Tensor:
+        """True where a query is the next token after the query before it, and neither is padding, (batch, q_len - 1)."""
+        return (self.cache_index.diff() == 1) & self.real[:, 1:] & self.real[:, :-1]
 
-    def _origin(self) -> Tensor:
-        """The position at which each token's sequence starts, at a token of this call or at a cached one, (batch, q_len)."""
-        cached = torch.where(self.by_index, self.text_start, 0)
-        inside = (self.start - self.first).clamp(0, self.tokens.shape[1] - 1)
-        return torch.where(self.start >= self.first, self.tokens.gather(1, inside), cached)
+    @property
+    def is_same_text(self) -> Tensor:
+        """True where a query's sequence is that of the query before it, (batch, q_len - 1)."""
+        return self.start[:, 1:] == self.start[:, :-1]
 
     @property
     def cached(self) -> Tensor:

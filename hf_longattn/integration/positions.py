@@ -251,12 +251,12 @@ def _resolve(
     if one and (numbered := _decoding(seen, own_positions(seen, position_ids), forward_pass)) is not None:
         return rows, *numbered
     call = Numbered(seen, _from_zero(seen, position_ids, forward_pass), kv_len)
-    step, pair = call.position.diff(), call.next & call.real[:, 1:] & call.real[:, :-1]
-    same = call.start[:, 1:] == call.start[:, :-1]
-    new_document = (step > 1) & pair & ~same if rows.allowed is None else pair[:, :0]
+    is_next = call.is_next
+    new_document = (call.position.diff() > 1) & is_next & ~call.is_same_text if rows.allowed is None else is_next[:, :0]
     unsplit = call.sees_cache | call.by_index | call.by_start | call.by_count | call.all_padding | (not _several_processes())
     usual = call.regular.all() & unsplit.all() & ~new_document.any()  # read from the device at once, with what is noted
-    usual, sees_cache, *found = torch.stack([usual, call.sees_cache.any(), *call.behind, *call.all]).tolist()
+    numbering = *call.numbering_of_first, *call.numbering
+    usual, sees_cache, *found = torch.stack([usual, call.sees_cache.any(), *numbering]).tolist()
     if not usual:
         if bool(new_document.any()):
             raise ValueError(_JUMP)
@@ -298,8 +298,7 @@ def _goes_back(call: Numbered, out: AttentionLayout, kv_len: int) -> Tensor:
     """Mark tokens that see earlier ones at positions not before their own; `out`: the call's rows with positions."""
     rows = call.rows
     if rows.allowed is None:
-        same = call.start[:, 1:] == call.start[:, :-1]
-        return (call.position.diff() <= 0) & call.next & call.real[:, 1:] & call.real[:, :-1] & same
+        return (call.position.diff() <= 0) & call.is_next & call.is_same_text
     if rows.hides_tokens:
         return call.falls
     assert out.query_ids is not None

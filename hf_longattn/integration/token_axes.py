@@ -139,7 +139,7 @@ def _of_text(seen: ParsedMask, forward_pass: ForwardContext, kv_len: int, held: 
         return call.keys[None, :, :0]
     if not bool(call.known.all()) or bool((call.keys[:, 0] != 0).any()):
         raise ValueError(UNKNOWN)
-    forward_pass.note(cast("Numbering", tuple(torch.stack(call.behind).tolist())), (True, True, True), True)
+    forward_pass.note(cast("Numbering", tuple(torch.stack(call.numbering_of_first).tolist())), (True, True, True), True)
     return call.cached[None, :, :held].clamp(min=0)
 
 
