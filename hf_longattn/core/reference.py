@@ -5,12 +5,11 @@ Every fast path is tested against this file, which shares no stage with them: it
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..config import LongAttnConfig
 from ..slots.base import EntropyTemperature, KeyIntervals, LengthTemperature, Spectrum
 from .call import Call
 from .geometry import AttentionLayout
@@ -45,15 +44,18 @@ def _dense(call: Call) -> tuple[Tensor, Tensor]:
         value.to(compute).repeat_interleave(group, 1),
     )
 
-    rows, shown = _banded(config, rows, kv_len)
+    i, j = rows.query_positions()[:, :, None], rows.key_positions(kv_len)[:, None]
+    distances = None if config.remap is None else _remapped(config.remap, rows, i, j)
+    if config.visibility is not None:
+        rows = rows.masked(config.visibility.visible(i, j)[:, None])
     if config.score is not None:
         query, key, scaling = config.score.fold(query, key)
-    if shown is None:
+    if distances is None:
         logits = scaling * (query @ key.transpose(-1, -2))
     else:
         if call.rotation is None:
             raise ValueError("a remap of rotary distances needs rotation=, the model's frequencies")
-        logits = scaling * remapped_scores(query, key, call.rotation, *shown)
+        logits = scaling * remapped_scores(query, key, call.rotation, distances)
     if call.softcap:
         logits = call.softcap * torch.tanh(logits / call.softcap)
     learned = dict(call.learned or {})
@@ -86,24 +88,30 @@ def _dense(call: Call) -> tuple[Tensor, Tensor]:
     return output.to(dtype), weights
 
 
-#: The last arguments of `remapped_scores`.
-Remapped: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Spectrum]
+class RemappedDistances(NamedTuple):
+    """How far apart a remap shows queries and keys.
+
+    Args:
+        shown: float64 (axes, batch or 1, kv_heads or 1, q_len, kv_len), on each axis of their positions: text has one.
+        true: how far apart they are, int64 (axes, batch or 1, q_len, kv_len).
+        rescaled: the pairs that are turned by the remap's spectrum, and scaled, bool (batch or 1, q_len, kv_len); None: none.
+        spectrum: see `Spectrum`.
+    """
+
+    shown: Tensor
+    true: Tensor
+    rescaled: Tensor | None
+    spectrum: Spectrum
 
 
-def _banded(config: LongAttnConfig, rows: AttentionLayout, kv_len: int) -> tuple[AttentionLayout, Remapped | None]:
-    """Rows that see what the config shows, and how far away; None: as far as they are."""
-    i, j = rows.query_positions()[:, :, None], rows.key_positions(kv_len)[:, None]
-    if config.visibility is not None:
-        rows = rows.masked(config.visibility.visible(i, j)[:, None])
-    remap = config.remap
-    if remap is None:
-        return rows, None
+def _remapped(remap: KeyIntervals, rows: AttentionLayout, i: Tensor, j: Tensor) -> RemappedDistances:
+    """The distances between queries at positions i and keys at j."""
     if rows.query_axes is None or rows.key_axes is None:
-        distance, true = remap.distance(i, j), i - j
-        distance, true = (distance[..., None] if distance.ndim == 3 else distance)[None], true[None]
+        shown, true = remap.distance(i, j), i - j
+        shown, true = (shown[..., None] if shown.ndim == 3 else shown)[None], true[None]
     else:
-        distance, true = _by_axis(remap, rows.query_axes, rows.key_axes)
-    return rows, (distance.movedim(-1, 2), true, remap.rescaled(i, j), remap.spectrum)
+        shown, true = _by_axis(remap, rows.query_axes, rows.key_axes)
+    return RemappedDistances(shown.movedim(-1, 2), true, remap.rescaled(i, j), remap.spectrum)
 
 
 def _by_axis(remap: KeyIntervals, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,24 +133,9 @@ def _by_axis(remap: KeyIntervals, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]
     return distance, true
 
 
-def remapped_scores(
-    query: Tensor,
-    key: Tensor,
-    rotation: Rotation,
-    distance: Tensor,
-    true: Tensor,
-    rescaled: Tensor | None,
-    spectrum: Spectrum,
-) -> Tensor:
-    """q . k for vectors whose distances are to appear as those shown: q^T R k, pair of features by pair.
-
-    Args:
-        distance: how far apart a remap shows queries and keys, on each axis of their positions (text has one): float64 (axes,
-            batch or 1, kv_heads or 1, q_len, kv_len).
-        true: how far apart they are, int64 (axes, batch or 1, q_len, kv_len).
-        rescaled: the pairs that are turned by the remap's spectrum, and scaled, bool (batch or 1, q_len, kv_len); None: none.
-        spectrum: from the model's frequencies to those, and a factor on what is turned by them.
-    """
+def remapped_scores(query: Tensor, key: Tensor, rotation: Rotation, distances: RemappedDistances) -> Tensor:
+    """q . k for vectors whose distances are to appear as those shown: q^T R k, pair of features by pair."""
+    distance, true, rescaled, spectrum = distances
     distance = distance.repeat_interleave(query.shape[1] // distance.shape[2], 2)
     q1, q2, q_rest = rotation.split(query)
     k1, k2, k_rest = rotation.split(key)
