@@ -142,7 +142,7 @@ class LongAttnConfig:
         object.__setattr__(self, "train_length_source", source)
 
     def _check_together(self) -> None:
-        """ValueError: methods of one layer exclude each other."""
+        """Raise ValueError for methods of one layer that exclude each other."""
         if len(remaps := [m.name for m in self.key_intervals if m.remaps]) > 1:
             raise ValueError(f"{' and '.join(remaps)} clash: both say at which distance far keys are seen")
         if self.score is not None and (

@@ -86,7 +86,7 @@ def attention(
 
 
 def _check_config(config: LongAttnConfig) -> None:
-    """TypeError unless it is a config: a name alone says nothing of a method's parameters; ValueError if it has parts."""
+    """Raise TypeError for what is no config, as a name, which says nothing of parameters; ValueError for one with parts."""
     if not isinstance(config, LongAttnConfig):
         raise TypeError(
             f"attention takes a LongAttnConfig, got {config!r}: LongAttnConfig.preset({str(config)!r}, ...) makes one"

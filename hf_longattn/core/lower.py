@@ -101,8 +101,8 @@ def _segment(call: Call, intervals: tuple[NamedInterval, ...], alike: dict[Hasha
 def table_length(rows: AttentionLayout, kv_len: int) -> int:
     """The length of tables by distance: MARGIN beyond every distance in the call.
 
-    From a power of two on, so that calls of many lengths share tables; inside a graph, which serves any length, no longer than
-    needed.
+    Distances are rounded up to a power of two, so that calls of many lengths share tables; not inside a graph, which serves
+    any length.
     """
     if not (readable(rows.index) or shareable(rows.index)):
         return kv_len + rows.index.shape[1] + MARGIN  # kernels refuse distances beyond it

@@ -130,7 +130,7 @@ class Segment(NamedTuple):
         return rows
 
     def _narrowed(self) -> AttentionLayout:
-        copy = dataclasses.replace(self.all_rows)  # all_rows keep these rows, which must not keep all_rows
+        copy = dataclasses.replace(self.all_rows)  # all_rows keep the narrowed rows, which must not keep all_rows
         return copy.narrowed(self.first, self.last)
 
     def visible_columns(self, kv_len: int) -> tuple[slice | None, Tensor | None]:
@@ -251,7 +251,7 @@ def row_factor(by_length: Tensor | None, device: torch.device, dtype: torch.dtyp
 
 
 class ReadyPlan:
-    """A plan with its kernel: what each layer of a pass runs. It keeps no rows, which keep it.
+    """A plan with its kernel: what each layer of a pass runs. The rows keep it, and it does not refer to them.
 
     Args:
         kernel: the name of the kernel.
@@ -263,7 +263,7 @@ class ReadyPlan:
         self._factor_of, self._wide = functools.partial(row_factor, plan.by_length, plan.query.device, plan.wide), plan.wide
         self._learns_factor = "temperature" in plan.learned
         self._factor = None if self._learns_factor else self._factor_of(None)
-        #: from what `AttentionPlan.sinks` takes to what it gives; None: nothing joins the denominators
+        #: `AttentionPlan.sinks`; None: nothing joins the denominators
         self._sinks = plan.sinks if plan.has_sinks else None
         self._sinks_differ = plan.model_sinks or "sink" in plan.learned  # by layer
         self._known_sinks: Tensor | None = None
@@ -285,11 +285,11 @@ class ReadyPlan:
             keep: finds what was made of the layer's keys before (see `rotated_keys`); None: nothing is kept.
         """
         factor = self._factor_of(learned) if self._learns_factor else self._factor
-        sinks = None if self._sinks is None else self._joining(query, learned, sink_logits)
+        sinks = None if self._sinks is None else self._sinks_of(query, learned, sink_logits)
         out = self._compute(query, key, value, factor, sinks, keep)
         return self._finish(out, learned).to(query.dtype)
 
-    def _joining(self, query: Tensor, learned: Learned, sink_logits: Tensor | None) -> Tensor | None:
+    def _sinks_of(self, query: Tensor, learned: Learned, sink_logits: Tensor | None) -> Tensor | None:
         if self._known_sinks is not None:
             return self._known_sinks
         assert self._sinks is not None

@@ -68,7 +68,7 @@ class Rotation:
         return rotated[..., :pairs], rotated[..., pairs:], rest
 
     def basis(self, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Matrices (head_dim, 2, head_dim) that make of x, side by side, x and rotate_half(x), and -rotate_half(x) and x."""
+        """Two matrices (head_dim, 2, head_dim): x @ the first is [x, rotate_half(x)], x @ the second [-rotate_half(x), x]."""
         eye = torch.eye(head_dim, dtype=like.dtype, device=like.device)
         half = self.rotate_half(eye)
         return torch.stack([eye, half], 1), torch.stack([-half, eye], 1)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 #: Keys by which a buffer grows.
 ROOM = 256
-#: Keys behind those that are asked for which are made with them: most decoded tokens then make none.
+#: So many keys beyond those that are asked for are turned with them: most decoded tokens then turn none.
 AHEAD = 64
-#: Keys that are made at a time.
+#: Keys that are turned at a time.
 STEP = 2048
 #: Fewer keys than these are turned as they are read.
 WORTH = 1024
@@ -26,19 +26,18 @@ WORTH = 1024
 class RotatedKeys:
     """Rotated keys and norms of one layer's cache, by column, made where they are asked for.
 
-    It does not look at the keys that they were made of: whoever keeps it drops it when these change.
+    Whoever keeps them drops them when the cache's keys change, which is not looked at here.
     """
 
     def __init__(self) -> None:
         self._made: dict[Hashable, tuple[Tensor, int, int]] = {}  # a buffer, the column that it begins with, and the next one
 
     def get(self, name: Hashable, columns: slice, until: int, make: Callable[[slice], Tensor]) -> Tensor:
-        """Get the vectors of some columns, (batch, kv_heads, columns, width); missing ones are made.
+        """Get the vectors kept under a name for some columns, (batch, kv_heads, columns, width); missing ones are made.
 
         Args:
-            name: of what is made.
-            until: the end of the columns that it can be made of.
-            make: makes it of some columns.
+            until: the end of the columns that hold keys.
+            make: makes the vectors of some columns.
         """
         buffer, first, end = self._made.get(name, (None, 0, -1))
         if not first <= columns.start <= end:
@@ -74,5 +73,5 @@ class RotatedKeys:
         return sum(buffer.nbytes for buffer, _, _ in self._made.values())
 
 
-#: From what a call's keys are turned by, and the keys of its cache, to the `RotatedKeys` of them; None: none are kept.
+#: From what keys are turned by, and a cache's keys, to the `RotatedKeys` made of these; None: none are kept.
 Keep: TypeAlias = Callable[[Hashable, Tensor], RotatedKeys | None]

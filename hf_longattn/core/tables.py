@@ -27,7 +27,7 @@ class TableCache:
         self._captured: dict[Hashable, Tables] = {}  # which CUDA graphs read for as long as they live
 
     def get(self, name: Hashable, build: Callable[[], Tables]) -> Tables:
-        """build(), or what it gave under this name before."""
+        """The tables kept under a name; else those that build() makes, kept from now on."""
         if (tables := self._kept.pop(name, None)) is not None:
             self._kept[name] = tables
             return tables
@@ -42,7 +42,10 @@ class TableCache:
         return tables
 
     def beside(self, x: Tensor, name: Hashable, build: Callable[[], Tables]) -> Tables:
-        """`get` where results beside x may be kept; while a CUDA graph is captured what is kept already; else build()."""
+        """`get`, if results computed beside x may be kept (see `keepable`); else build().
+
+        While a CUDA graph is captured nothing new is kept, but tables that are kept already serve the graph.
+        """
 
         def build_for_all() -> Tables:
             with torch.inference_mode(False), torch.no_grad():  # what is kept must serve training too
@@ -78,7 +81,7 @@ _MADE_OF: MutableMapping[Tensor, dict[Hashable, Tensor]] = WeakTensorKeyDictiona
 
 
 def made_of(table: Tensor, name: Hashable, build: Callable[[], Tensor]) -> Tensor:
-    """build(), or what it gave for this table before: it is freed with the table, and counts among its cache's bytes.
+    """What build() made of this table before, kept under a name; else made now. Freed with the table, whose bytes it adds to.
 
     While a CUDA graph is captured nothing new is kept: outside of the graph it would hold no values.
     """

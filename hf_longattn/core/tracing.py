@@ -69,7 +69,7 @@ def widened(x: Tensor) -> Tensor:
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:
-    """x, made on the host, on a device, in float32 where that has no float64; the host goes on."""
+    """Copy x, which the host made, to a device, without waiting for the copy; float64 as float32 where it has none."""
     if x.device == device:
         return x
     if x.dtype == torch.float64 and wide_device(device) != device:
@@ -79,7 +79,7 @@ def sent(x: Tensor, device: torch.device) -> Tensor:
 
 
 def version(x: Tensor) -> Hashable:
-    """A mark that differs once x was written to in place: a count; of inference tensors, which have none, the values."""
+    """A mark that changes when x is written to: PyTorch's count of writes; of inference tensors, without one, the values."""
     return tuple(x.tolist()) if x.is_inference() else x._version
 
 

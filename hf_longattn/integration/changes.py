@@ -27,8 +27,9 @@ _MANAGERS: WeakKeyDictionary[nn.Module, WeakSet[Any]] = WeakKeyDictionary()
 
 
 def snapshot(view: View) -> Callable[..., None]:
-    """Note the entries that a change of a model's attention writes; returns the function that puts them back, all of them or
-    only those of the names that it is given.
+    """Note the entries that a change of a model's attention writes, and return a function that puts them back.
+
+    The function takes the names of the entries to put back; without any it puts back all.
     """
     owners = (*view.configs, *view.adapters, view.state, view.inner, getattr(view.model, "generation_config", None))
     entries = [vars(x) for x in owners if x is not None]
@@ -63,11 +64,11 @@ def _refused(base: nn.Module) -> RuntimeError:
 
 @contextmanager
 def changing(model: nn.Module, beside_passes: bool = False, waits: bool = False) -> Iterator[View]:
-    """A change of a model's attention, beside which no other thread changes it and no pass begins.
+    """Change a model's attention, while no other thread changes it and no pass begins.
 
     Args:
-        beside_passes: it changes nothing that a pass which runs computes.
-        waits: it gives back what was, which cannot be refused: it waits for the passes of other threads.
+        beside_passes: allow the change while a pass runs, since it changes nothing that a pass computes.
+        waits: wait for the passes of other threads: a change that gives back what ran before cannot be refused.
 
     Raises:
         RuntimeError: a forward pass of the model runs.
@@ -95,7 +96,7 @@ def changing(model: nn.Module, beside_passes: bool = False, waits: bool = False)
 
 @contextmanager
 def transaction(model: nn.Module, waits: bool = False) -> Iterator[View]:
-    """A change, after an exception in which the model is as it was. RuntimeError: the method is disabled."""
+    """Change a model's attention; after an exception it is as before. RuntimeError: the method is disabled."""
     with changing(model, waits=waits) as view:
         if view.state is not None and view.state.disabled is not None:
             raise RuntimeError("the model's method is disabled (disable_adapter): change it after enabling it again")
@@ -113,7 +114,7 @@ def note_batching(model: nn.Module, manager: Any) -> None:
 
 
 def refuse_while_batching(model: nn.Module) -> None:
-    """RuntimeError: continuous batching of the model runs, with masks and pages of the attention that it was started under."""
+    """Raise RuntimeError while continuous batching of the model runs: its masks and pages are those of one attention."""
     if any(manager.is_running() for manager in _MANAGERS.get(model, ())):
         raise RuntimeError(
             f"continuous batching of this {type(model).__name__} runs, under the attention that it was started with: stop its "
@@ -185,9 +186,9 @@ def enable(model: nn.Module) -> None:
         state = view.state
         if state is None or state.disabled is None:
             return
-        before, state.disabled = state.disabled, None
-        for config, implementation in before.implementations:
+        ran, state.disabled = state.disabled, None
+        for config, implementation in ran.implementations:
             set_implementation(config, implementation)
-        if before.tables is not None:
-            exchange(view.model, before.tables)
-        announce(view, before.extended_to)
+        if ran.tables is not None:
+            exchange(view.model, ran.tables)
+        announce(view, ran.extended_to)

@@ -62,7 +62,7 @@ def share_gate(state: Any, model: Any) -> None:
 
 @contextmanager
 def at_gate(of: Callable[[], Any]) -> Iterator[Gate]:
-    """Hold the gate of what a function returns: another state, where a change put one there while this thread waited."""
+    """Hold the gate of what `of` returns: asked again after the wait, since a change may have put another state there."""
     while True:
         gate = gate_of(of())
         with gate.lock:

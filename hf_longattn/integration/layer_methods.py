@@ -28,8 +28,11 @@ from .verify import rotary_of, verify_rotations
 def prepare(view: View, verify: bool = False) -> None:
     """Put into a model what its configs name and describe; one without our names stays as it is.
 
-    Rotations are verified now, or where the model is being built and has no weights, at its first call. ValueError: nothing
-    in the model can run the method, or the config does not fit.
+    Args:
+        verify: verify rotations now; else at the first call, since a model that is being built has no weights.
+
+    Raises:
+        ValueError: nothing in the model can run the method, or the config does not fit.
     """
     named = [(c, name) for c in view.configs if is_longattn_name(name := get_implementation(c))]
     if not named:
@@ -118,7 +121,7 @@ def renew(state: AttentionState, model: nn.Module) -> None:
 
 
 def _refuse_numbers(view: View, config: LongAttnConfig) -> None:
-    """ValueError: a config is not the same for all layers, and these do not say where they stand, as they do once loaded."""
+    """Raise where a config goes by the layers' numbers, and a layer's number is not its place, as it is once loaded."""
     odd = [x for x in view.candidates if len(x.places) == 1 and x.index != x.places[0]]
     if odd and by_number(config):
         says = ", ".join(f"{x.name} says {x.index}" for x in odd[:3])
@@ -130,7 +133,7 @@ def _refuse_numbers(view: View, config: LongAttnConfig) -> None:
 
 
 def _refuse_strangers(view: View) -> None:
-    """ValueError: a model without a method has layers that run one, or a config that names one."""
+    """Raise for a model without a method of which some layers run one, or a config names one."""
     if view.state is not None and view.state.disabled is not None:
         return
     names = (get_implementation(c) for c in view.method_configs)

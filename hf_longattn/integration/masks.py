@@ -42,7 +42,7 @@ BOTH_WAYS = "the model reads in both directions ({}), and methods are defined fo
 
 
 def refuse_both_ways(config: Any, name: str = "") -> None:
-    """ValueError: a config lets a model read in both directions."""
+    """Raise ValueError for a config that lets a model read in both directions."""
     if getattr(config, "is_causal", True) is False:
         raise ValueError(name + BOTH_WAYS.format("is_causal=False"))
     asked = getattr(config, "use_bidirectional_attention", None)

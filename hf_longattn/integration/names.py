@@ -61,7 +61,7 @@ def _registered_by_another(name: str | None) -> str | None:
 
 
 def refuse_taken(name: str | None) -> None:
-    """RuntimeError if another package's attention stands under one of our names, and would run in the method's place."""
+    """Raise RuntimeError where another package's attention has one of our names, and would run in the method's place."""
     if (other := _registered_by_another(name)) is not None and is_longattn_name(name):
         raise RuntimeError(
             f"{other} registered an attention named {name!r} with transformers, which would run in place of hf_longattn's. "

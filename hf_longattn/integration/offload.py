@@ -14,8 +14,8 @@ from .internals import placing_hooks
 from .layers import View
 
 
-def _over(model: nn.Module, name: str) -> Iterator[tuple[Any, str]]:
-    """The hooks that place a parameter of a model, of its module and of those around it; and what each calls it."""
+def _hooks_of(model: nn.Module, name: str) -> Iterator[tuple[Any, str]]:
+    """Find accelerate's hooks that place a parameter, on its module or one around it; each with its name for the parameter."""
     path, module = name.split("."), model
     for depth in range(len(path)):
         for hook in placing_hooks(module):
@@ -31,7 +31,7 @@ def is_empty(model: nn.Module) -> bool:
 
 
 def refuse_to_save(model: nn.Module) -> None:
-    """ValueError: transformers cannot save a model's weights from where they are."""
+    """Raise ValueError for a model whose weights are offloaded so that transformers cannot save them."""
     if any(p.is_meta for p in model.parameters()) and not getattr(model, "hf_device_map", None):
         raise ValueError(
             "the model's weights are offloaded (accelerate.cpu_offload, disk_offload), and transformers cannot save them so: "
@@ -40,7 +40,7 @@ def refuse_to_save(model: nn.Module) -> None:
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Its parameters, then its buffers: packed weights are either."""
+    """A module's parameters, then its buffers: packed weights are either."""
     yield from module.parameters()
     yield from module.buffers()
 
@@ -62,7 +62,7 @@ def held(model: nn.Module, name: str) -> Tensor | None:
     parameter = model.get_parameter(name)
     if not parameter.is_meta:
         return parameter
-    maps = ((hook.weights_map, own) for hook, own in _over(model, name) if hook.offload and hook.weights_map is not None)
+    maps = ((hook.weights_map, own) for hook, own in _hooks_of(model, name) if hook.offload and hook.weights_map is not None)
     return next((kept[own] for kept, own in maps if own in kept), None)
 
 
@@ -75,9 +75,9 @@ def keep_learned(view: View) -> None:
 
 
 def _keep(model: nn.Module, name: str, parts: Any, own_name: str) -> None:
-    """Let it keep a parameter as it keeps the others, with what it starts with if it has no value yet."""
+    """Add a learned parameter to the weights that accelerate keeps, with its initial value if it has none yet."""
     parameter = model.get_parameter(name)
-    for hook, own in ((hook, own) for hook, own in _over(model, name) if hook.offload):
+    for hook, own in ((hook, own) for hook, own in _hooks_of(model, name) if hook.offload):
         if own not in hook.weights_map:
             start = parts.start() if parameter.is_meta else {}  # by names that PEFT's wrapper puts its own before
             value = next((x for key, x in start.items() if own_name.endswith(key)), parameter.detach())

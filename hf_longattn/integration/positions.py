@@ -121,7 +121,7 @@ def rows_under(mask: Tensor | None, layer_call: LayerCall) -> MaskContext:
 
 
 def _refuse_packed(rows: AttentionLayout, more: Mapping[str, Any]) -> None:
-    """ValueError: what an attention function is given tells documents apart that the mask does not."""
+    """Raise ValueError where the arguments of a call tell documents apart that its mask does not."""
     ends, numbers = more.get("cu_seq_lens_q"), more.get("seq_idx")
     if numbers is not None:
         told = sum(len(row.unique()) for row in numbers)

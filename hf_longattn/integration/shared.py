@@ -40,7 +40,7 @@ def model_of(state: AttentionState) -> nn.Module | None:
 
 
 def refuse_abroad(module: nn.Module, method: LayerMethod) -> None:
-    """ValueError: outside of any pass, a layer is called that was copied or taken out of the model that its method is from."""
+    """Raise ValueError for a layer, called in no pass, that was copied or taken out of the model that its method is from."""
     whole = model_of(method.state) if method.state.passes else None
     if method.state.orphaned or (whole is not None and module not in modules_of(whole)):
         raise ValueError(
@@ -57,7 +57,7 @@ def outermost(state: AttentionState, inner: nn.Module) -> nn.Module:
 
 
 def refuse_shared(view: View) -> None:
-    """ValueError: a model's layers are some of those of another one under a method, and neither is a part of the other."""
+    """Raise ValueError for a model that shares only some layers with one under a method, unless one is a part of the other."""
     mine, modules = {x.module for x in view.candidates}, set(view.modules)
     with _MODELS_LOCK:
         models = [m for m in _MODELS if m not in modules]

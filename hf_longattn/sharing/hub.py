@@ -350,7 +350,7 @@ def _text(content: Path | bytes) -> str:
 
 
 def _check_name(base_model: str | None) -> None:
-    """ValueError: a base model's name cannot be one on the Hub."""
+    """Raise ValueError for a base model whose name cannot be one on the Hub."""
     if base_model and not is_repo_name(base_model):
         raise ValueError(
             f'base_model={base_model!r} cannot be a name on the Hub, and a path is of no use to others: give "user/name", or '

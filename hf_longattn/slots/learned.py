@@ -47,7 +47,7 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def make_parts(methods: Iterable[Method], facts: ModelFacts) -> dict[str, nn.Module]:
-    """The learned parts of methods, by slot. ValueError: one cannot be learned, or not saved and loaded."""
+    """Make the learned parts of methods, by slot; ValueError where one cannot be learned, or not saved and loaded."""
     parts = {m.slot: part for m in methods if (part := m.module(facts)) is not None}
     for method in methods:
         if (part := parts.get(method.slot)) is not None:
@@ -56,7 +56,7 @@ def make_parts(methods: Iterable[Method], facts: ModelFacts) -> dict[str, nn.Mod
 
 
 def check_part(part: Any, what: str) -> None:
-    """ValueError: what a method gives as its learned parameters cannot be learned, or not saved and loaded."""
+    """Raise ValueError for a module that cannot be learned, or not saved and loaded; `what` names it."""
     if not isinstance(part, nn.Module):
         raise ValueError(f"{what} must be a torch.nn.Module, got {type(part).__name__}")
     for name, x in tensors_of(part):

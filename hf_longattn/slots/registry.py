@@ -196,7 +196,7 @@ def _check_trial(method: type[Method], what: str) -> None:
 
 
 def _check_module(made: Method, what: str) -> None:
-    """ValueError: the learned parameters of a method cannot be made, learned, saved or loaded."""
+    """Raise ValueError for a method whose learned parameters cannot be made, learned, saved or loaded."""
     try:
         part = made.module(TRIAL)
     except Exception as error:
