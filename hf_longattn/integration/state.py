@@ -79,7 +79,7 @@ class AttentionState:
     alone: bool = False  # see `orphaned`
     guards: tuple[RemovableHandle, ...] = ()  # hooks that refuse calls: see `guards`
     disabled: Disabled | None = None  # what `enable` puts back
-    ways: Any = None  # modules, and their forward functions, under which layers were seen to attend by their methods
+    checked: Any = None  # modules, and the forward functions that they had when `verify.check_reached` saw nothing wrong
     claims: Claims = field(default_factory=Claims)
     method_ids: dict[Hashable, object] = field(default_factory=dict)  # those of all layers: see `LayerMethod.method_id`
     # beside each KV cache, by the number of the layer; copies have none
@@ -107,7 +107,7 @@ class AttentionState:
         described = list({id(m.config): (m.config, method.whole_config) for m, method in methods}.values())
         arrangement = Arrangement(described, *(_places_of(view) if is_settled(view) else ()))
         if not is_replica(view.model):
-            self.arrangement, self.ways = arrangement, None
+            self.arrangement, self.checked = arrangement, None
         return arrangement
 
     @property
@@ -116,7 +116,7 @@ class AttentionState:
         return self.alone or any(handle.hooks_dict_ref() is None for handle in self.passes)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = vars(self) | {"arrangement": None, "group": None, "rotated_keys": None, "ways": None}
+        own = vars(self) | {"arrangement": None, "group": None, "rotated_keys": None, "checked": None}
         return own | ({"alone": True, "passes": (), "guards": ()} if self.orphaned else {})
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -100,14 +100,7 @@ def _probed(view: View, methods: Mapping[nn.Module, LayerMethod], layers: list[L
     Raises:
         ValueError: the model reads no tokens.
     """
-    computed: dict[str, Call] = {}
-    probed = dict(methods)
-    for x in layers:
-
-        def observer(call: Call, output: Tensor, name: str = x.name) -> None:
-            computed[name] = call
-
-        probed[x.module] = replace(methods[x.module], config=NO_METHOD, rotary=None, observer=observer)
+    recording, computed = _recording({x.name: (x.module, methods[x.module]) for x in layers})
     equal = [x.module.register_forward_pre_hook(_with_equal_tokens, with_kwargs=True) for x in view.layers if not x.why_never]
     try:
         embeddings, inner = input_embeddings(view.model), view.inner
@@ -119,11 +112,26 @@ def _probed(view: View, methods: Mapping[nn.Module, LayerMethod], layers: list[L
         forward = inner  # with its hooks, which may fetch weights
         if inner is view.model or given:
             forward = functools.partial(type(inner).forward, inner, **given)  # the instance's may be a trainer's
-        _read_few_tokens(forward, embeddings, view.model, methods[layers[0].module].state, probed)
+        _read_few_tokens(forward, embeddings, view.model, methods[layers[0].module].state, {**methods, **recording})
     finally:
         for handle in equal:
             handle.remove()
     return computed
+
+
+def _recording(
+    methods: Mapping[str, tuple[nn.Module, LayerMethod]],
+) -> tuple[dict[nn.Module, LayerMethod], dict[str, Call]]:
+    """Methods that compute plain attention in place of these, and a dict to which each adds its module's call, by name."""
+    calls: dict[str, Call] = {}
+    recording = {}
+    for name, (module, method) in methods.items():
+
+        def observer(call: Call, output: Tensor, name: str = name) -> None:
+            calls[name] = call
+
+        recording[module] = replace(method, config=NO_METHOD, rotary=None, observer=observer)
+    return recording, calls
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -144,41 +152,35 @@ def check_reached(state: AttentionState, inner: Any, reached: Collection[nn.Modu
     expected = [x for x in attention if (method := x.get("_longattn")) is not None and method.config is not None]
     if reached and len(reached) >= len(expected):
         return
-    if state.ways is not None and [x.forward for x in state.ways[0]] == state.ways[1]:
+    if state.checked is not None and [x.forward for x in state.checked[0]] == state.checked[1]:
         return
     methods = {name: (x, m) for name, x in inner.named_modules() if (m := method_of(x)) is not None and m.config is not None}
     modules = [inner, *(x for x, _ in methods.values())]
-    ways = modules, [x.forward for x in modules]
+    checked = modules, [x.forward for x in modules]
     embeddings = input_embeddings(inner)
     if not methods or embeddings is None or inner.config.is_encoder_decoder or not all(map(readable, inner.parameters())):
-        state.ways = ways  # nothing tells, now or later
+        state.checked = checked  # nothing tells, now or later
         return
-    called, came, probed = set[str](), set[str](), {}
-    for name, (x, method) in methods.items():
-
-        def observer(call: Call, output: Tensor, name: str = name) -> None:
-            came.add(name)
-
-        probed[x] = replace(method, config=NO_METHOD, rotary=None, observer=observer)
+    called, (recording, came) = set[str](), _recording(methods)
     hooks = [
         part.register_forward_pre_hook(functools.partial(lambda name, *_: called.add(name), name))
         for name, (x, _) in methods.items()
         for part in (x, *x.children())  # whoever attends in a module's place needs its projections
     ]
     try:
-        _read_few_tokens(inner.forward, embeddings, inner, state, probed)
+        _read_few_tokens(inner.forward, embeddings, inner, state, recording)
     finally:
         for handle in hooks:
             handle.remove()
-    if alone := {name: x for name, (x, _) in methods.items() if name in called - came}:
+    if alone := {name: x for name, (x, _) in methods.items() if name in called - came.keys()}:
         method = next(iter(methods.values()))[1]
         _refuse_foreign(alone, inner, method)
         raise ValueError(f"{_without(method, alone)}: their model does not call transformers' attention interface")
-    state.ways = ways
+    state.checked = checked
 
 
 def _refuse_foreign(modules: Mapping[str, nn.Module], inner: Any, method: LayerMethod) -> None:
-    """ValueError: another package's function runs in place of the forward of one of some layers, or around them."""
+    """Raise where another package's function runs in place of the forward of one of these modules, or around them."""
     for module in (*modules.values(), inner, *inner.modules()):
         if (function := foreign_forward(module)) is not None:
             raise ValueError(
