@@ -78,10 +78,10 @@ class AttentionLayout:
         copy._known["host"] = weakref.ref(self)  # weakly, since these rows keep their copy
         return copy
 
-    def packed(self, device: torch.device) -> Tensor:
-        """`index` on a device as kernels read it: int32, in one piece."""
-        packed: Tensor = self.once((device, "int32"), lambda: sent(self.index.to(torch.int32).contiguous(), device))
-        return packed
+    def int32_index(self, device: torch.device) -> Tensor:
+        """`index` on a device as kernels read it: int32, contiguous."""
+        index: Tensor = self.once((device, "int32"), lambda: sent(self.index.to(torch.int32).contiguous(), device))
+        return index
 
     @property
     def host(self) -> AttentionLayout:

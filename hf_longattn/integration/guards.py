@@ -87,18 +87,24 @@ def _border_hooks(view: View, state: AttentionState) -> list[RemovableHandle]:
         return []
     buffers = {source.module: source.buffer for _, source in remapped}
     turns = [
-        m.register_forward_hook(functools.partial(_compare, state, buffer), with_kwargs=True) for m, buffer in buffers.items()
+        m.register_forward_hook(functools.partial(_check_frequencies, state, buffer), with_kwargs=True)
+        for m, buffer in buffers.items()
     ]
-    check, stamp = functools.partial(_check, state, min(borders)), functools.partial(_stamp, min(borders))
+    refuse, note = functools.partial(_refuse_mixed, state, min(borders)), functools.partial(_note_side, min(borders))
     return [
         *turns,
-        view.inner.register_forward_pre_hook(check, with_kwargs=True),
-        view.inner.register_forward_hook(stamp, with_kwargs=True),
+        view.inner.register_forward_pre_hook(refuse, with_kwargs=True),
+        view.inner.register_forward_hook(note, with_kwargs=True),
     ]
 
 
-def _compare(state: AttentionState, buffer: str, rotary: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """Verification sees short calls alone; long ones too must turn by the buffer that a remap reads (not so in PhiMoE)."""
+def _check_frequencies(
+    state: AttentionState, buffer: str, rotary: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+) -> None:
+    """After a rotary module: refuse cosines that are not those of its buffer, which a remap reads.
+
+    Verification saw a short call alone, and PhiMoE turns long ones by other frequencies.
+    """
     if torch.compiler.is_compiling() or state.disabled is not None or not readable(output[0]):
         return
     position: Tensor = (kwargs["position_ids"] if "position_ids" in kwargs else args[1])[..., :1, -1:].float()
@@ -124,7 +130,10 @@ def _before_and_after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     return cache, before, before + tokens.shape[1]
 
 
-def _check(state: AttentionState, border: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_mixed(
+    state: AttentionState, border: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Before a pass: refuse a call and a cache that lie on different sides of the border."""
     if state.disabled is not None:
         return
     if is_paged(kwargs):
@@ -142,7 +151,8 @@ def _check(state: AttentionState, border: int, module: nn.Module, args: tuple[An
         raise ValueError(_MIXED.format(border=border))
 
 
-def _stamp(border: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def _note_side(border: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """After a pass: note with its cache on which side of the border its keys were turned."""
     cache, _, after = _before_and_after(module, args, kwargs)
     cache = cache_in(values_of(output)) if cache is None else cache
     if cache is not None and not torch.compiler.is_compiling():

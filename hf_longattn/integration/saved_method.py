@@ -108,16 +108,17 @@ _REFUSED_KINDS = {
 }
 
 
-def mark_unsaved(view: View, some: bool, new: bool) -> bool:
-    """Note in a model's adapters whether learned parts came after them, which they cannot save; returns whether they did now.
+def mark_unsaved(view: View, has_parts: bool, came_now: bool) -> bool:
+    """Note in a model's adapters whether learned parts came after them, which they cannot save; returns whether some did now.
 
     Args:
-        some, new: whether the model has such parts, and whether they have just come.
+        has_parts: whether the model has learned parts that no adapter saves.
+        came_now: whether some of them have just come.
     """
     for adapter in view.adapters:
-        if new or not some:
-            vars(adapter)["longattn_unsaved"] = new
-    return new and bool(view.adapters)
+        if came_now or not has_parts:
+            vars(adapter)["longattn_unsaved"] = came_now
+    return came_now and bool(view.adapters)
 
 
 def refuse_kind(adapter: Any, method: LongAttnConfig) -> None:

@@ -16,6 +16,8 @@ from ..slots.base import EntropyTemperature
 from ..slots.method import require_in
 
 PUBLISHED = (-0.037, 0.481, -2.3, 4.917, -1.791)
+#: The entropies that lower and higher ones are held at before the polynomial; None: those are not held.
+ActiveRange: TypeAlias = tuple[float | None, float | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +42,12 @@ class AdaptiveTemperature(EntropyTemperature):
     coefficients: tuple[float, ...] = PUBLISHED
     threshold: float = 0.5
     beyond: str = "published"
-    _within: ClassVar[Within]  #: of `_active_range`: each instance's own, and no parameter
+    _range: ClassVar[ActiveRange]  # each instance's own; ClassVar, since a field would be a parameter
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within = _active_range(self.coefficients, self.threshold, self.beyond == "saturate")
-        object.__setattr__(self, "_within", within)  # here, because no graph can find the roots of a polynomial
+        found = _active_range(self.coefficients, self.threshold, self.beyond == "saturate")
+        object.__setattr__(self, "_range", found)  # here, because no graph can find the roots of a polynomial
 
     def validate(self) -> None:
         if not self.coefficients or not all(isinstance(c, (int, float)) and math.isfinite(c) for c in self.coefficients):
@@ -63,20 +65,20 @@ class AdaptiveTemperature(EntropyTemperature):
 
     @property
     def polynomial(self) -> tuple[float, ...]:
-        low, high = self._within
+        low, high = self._range
         return () if low is None else (low, math.inf if high is None else high, *self.coefficients)
 
     def prepared(self, like: Tensor) -> Callable[[Tensor], Tensor]:
-        return functools.partial(self._factor, [like.new_full((), c) for c in self.coefficients], self._within)
+        return functools.partial(self._factor, [like.new_full((), c) for c in self.coefficients])
 
-    def _factor(self, coefficients: list[Tensor], within: Within, entropy: Tensor) -> Tensor:
+    def _factor(self, coefficients: list[Tensor], entropy: Tensor) -> Tensor:
         """Compute the factor by Horner's rule, a step an operation: in decoding each is a kernel on a GPU."""
-        low, high = within
-        held = entropy if low is high is None else entropy.clamp(low, high)
+        low, high = self._range
+        x = entropy if low is high is None else entropy.clamp(low, high)
         constant, *others = coefficients
-        value = torch.add(others[0], held, alpha=self.coefficients[0]) if others else constant.expand_as(held)
+        value = torch.add(others[0], x, alpha=self.coefficients[0]) if others else constant.expand_as(x)
         for coefficient in others[1:]:
-            value = torch.addcmul(coefficient, value, held)
+            value = torch.addcmul(coefficient, value, x)
         return value if low is not None else value.clamp(min=1).masked_fill(entropy <= self.threshold, 1.0)
 
 
@@ -116,15 +118,12 @@ def fit_adaptive_temperature(
     return AdaptiveTemperature(coefficients=tuple(float(c) for c in coefficients), **parameters)
 
 
-#: The entropies that others are held at, from below and from above.
-Within: TypeAlias = tuple[float | None, float | None]
-
-
 @functools.cache
-def _active_range(coefficients: tuple[float, ...], threshold: float, saturate: bool) -> Within:
-    """The entropies between which the factor is the polynomial: at either end that is 1, or what higher entropies keep.
+def _active_range(coefficients: tuple[float, ...], threshold: float, saturate: bool) -> ActiveRange:
+    """The entropies between which the factor is the polynomial.
 
-    The lower one is None where there is no such range, as where the polynomial is above 1 at the threshold.
+    At either end the polynomial is 1, or has the value that higher entropies keep. The lower end is None where there is no
+    such range, as where the polynomial is above 1 at the threshold.
     """
     grid = numpy.linspace(threshold, max(threshold, 16.0), 100_001)  # 16 nats are 9 million equal keys
     top = float(grid[numpy.polyval(coefficients, grid).argmax()]) if saturate else None

@@ -214,7 +214,7 @@ class Dense:
         """`_scores` of a segment whose keys are turned, and their norms taken, once."""
         scores = _scores(rows[..., : key.shape[3]], self.keys.turned_keys(segment, key, kept, False), None, False)
         if self.cosine is not None:
-            inverse = self.keys.once(("norms", segment.name), segment, key, kept, lambda k, _: norms(k).reciprocal_())
+            inverse = self.keys.kept_of(("norms", segment.name), segment, key, kept, lambda k, _: norms(k).reciprocal_())
             scores.mul_(inverse.flatten(0, 1).mT)
         return scores
 

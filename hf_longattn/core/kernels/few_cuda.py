@@ -37,7 +37,7 @@ class FewOnCUDA:
             allowed, query_ids, key_ids = (None if x is None else sent(x, device) for x in tensors)
             turns = ((segment.query, rows.query_places()), (segment.key, rows.key_places(self.kv_len)))
             angles = (None if delta is None else delta.kept_angles(at, plan.tables, device) for delta, at in turns)
-            self.segments.append(programs.DeviceSegment(own.packed(device), allowed, query_ids, key_ids, *angles))
+            self.segments.append(programs.DeviceSegment(own.int32_index(device), allowed, query_ids, key_ids, *angles))
         self._known: dict[Hashable, list[programs.Launch]] = {}
 
     def __call__(

@@ -103,12 +103,12 @@ class VisibleKeys:
             return (k if norm is None else k / norm).to(key.dtype)
 
         assert kept is not None
-        return self.once((segment.name, normed), segment, key, kept, turn)
+        return self.kept_of((segment.name, normed), segment, key, kept, turn)
 
-    def once(
+    def kept_of(
         self, name: Hashable, segment: SeenSegment, key: Tensor, kept: RotatedKeys, make: Callable[[Tensor, slice], Tensor]
     ) -> Tensor:
-        """What is kept of the keys of a segment; `make` makes it of some of them, given where in the segment they are."""
+        """The vectors kept under a name for a segment's keys; `make` takes some keys, and where in the segment they are."""
 
         def of_columns(c: slice) -> Tensor:
             first, own = self.columns.start, segment.place.start
