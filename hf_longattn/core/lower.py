@@ -71,21 +71,24 @@ def lower(call: Call) -> AttentionPlan:
 
 
 def segments(call: Call) -> list[Segment]:
-    """The segments that a call's config makes of its rows, empty ones too."""
-    i = call.rows.query_positions() if call.config.key_intervals else None
-    named = [[((m, n), interval) for n, interval in enumerate(m.intervals(i))] for m in call.config.key_intervals]  # type: ignore[arg-type]
-    # the first interval of each way to turn keys: those turned alike share kept keys. Dynamo cannot compare functions
-    alike: dict[Hashable, int] | None = None if torch.compiler.is_compiling() else {}
-    return [_segment(call, intervals, alike) for intervals in itertools.product(*named)]
+    """The segments that a call's config makes of its rows: each is an interval of every method, and may hold no key."""
+    if not (methods := call.config.key_intervals):
+        return [Segment(call.rows, ())]
+    i = call.rows.query_positions()
+    named = [[((method, n), interval) for n, interval in enumerate(method.intervals(i))] for method in methods]
+    # the number of the first interval that turns a side in some way: intervals that turn keys alike share kept keys
+    first_alike: dict[Hashable, int] | None = None if torch.compiler.is_compiling() else {}  # Dynamo compares no functions
+    return [_segment(call, intervals, first_alike) for intervals in itertools.product(*named)]
 
 
-def _segment(call: Call, intervals: tuple[NamedInterval, ...], alike: dict[Hashable, int] | None) -> Segment:
+def _segment(call: Call, intervals: tuple[NamedInterval, ...], first_alike: dict[Hashable, int] | None) -> Segment:
+    """The keys that lie in all of these intervals."""
     turns: dict[str, RotationDelta] = {}
-    for (m, n), interval in intervals:
+    for (method, n), interval in intervals:
         for side, remap in (("query", interval.query), ("key", interval.key)):
             if remap is not None:
-                first = n if alike is None else alike.setdefault((m, side, remap, interval.spectrum), n)
-                turns[side] = RotationDelta(call.rotation, remap, interval.spectrum, (m, first, side), first)
+                first = n if first_alike is None else first_alike.setdefault((method, side, remap, interval.spectrum), n)
+                turns[side] = RotationDelta(call.rotation, remap, interval.spectrum, (method, first, side), first)
     # together, not one after another: positions of narrowed rows cannot be looked up again
     firsts = [interval.first for _, interval in intervals if interval.first is not None]
     lasts = [interval.last for _, interval in intervals if interval.last is not None]

@@ -155,15 +155,7 @@ def _layer_methods(
     chosen = [x for _, layers in by_part for x in layers]
     _refuse_layers(view, config, chosen)
     _refuse_numbers(view, config)
-    facts = facts_of(view, chosen or candidates, config.train_length)
-    bound = config.bind(facts) if longer is None else config.replace(extended_to=None).bind(facts)
-    if longer is not None and longer <= bound.reach:
-        bound = bound.replace(extended_to=longer)
-    if facts.assumed and config.uses_train_length:
-        warn(
-            f"{facts.assumed}: {config.name} takes {facts.train_length} for the length that the model was trained at. Pass "
-            "train_length= to say so, or another",
-        )
+    bound, facts = _bound(view, config, chosen or candidates, longer)
     for part, layers in by_part:
         _refuse_part(name, part, candidates, layers)
     remapped = [x for part, layers in by_part if part.remap is not None for x in layers]
@@ -178,17 +170,37 @@ def _layer_methods(
     for layer in view.of_target:
         own = bound.for_layer(layer.index) if layer in chosen else None
         heads = num_heads(layer)
-        given = {n: x for m in (own.methods if own else ()) for n in m.by_head if isinstance(x := getattr(m, n), tuple)}
-        if wrong := [n for n, values in given.items() if len(values) != heads]:
-            raise ValueError(
-                f"{wrong[0]} has a number for each of {len(given[wrong[0]])} heads, and layer {layer.index} of {name} has "
-                f"{heads}: give one number for all, or pass layers=[...] that have as many heads"
-            )
+        if own:
+            _refuse_other_heads(view, own, layer, heads)
         reason = "" if own else layer.why_not or "not in `layers`"
         source = rotary.get(layer.type) if layer in remapped else None
         number = -1 if layer.why_never else layer.index
         methods[layer.module] = LayerMethod(state, bound, own, reason, layer.windowed, heads, source, index=number)
     return bound, methods, facts
+
+
+def _bound(view: View, config: LongAttnConfig, layers: list[Layer], longer: int | None) -> tuple[LongAttnConfig, ModelFacts]:
+    """The config bound to a model, and the facts that it is bound to; `longer`: see `put`."""
+    facts = facts_of(view, layers, config.train_length)
+    bound = config.bind(facts) if longer is None else config.replace(extended_to=None).bind(facts)
+    if longer is not None and longer <= bound.reach:
+        bound = bound.replace(extended_to=longer)
+    if facts.assumed and config.uses_train_length:
+        warn(
+            f"{facts.assumed}: {config.name} takes {facts.train_length} for the length that the model was trained at. Pass "
+            "train_length= to say so, or another",
+        )
+    return bound, facts
+
+
+def _refuse_other_heads(view: View, config: LongAttnConfig, layer: Layer, heads: int) -> None:
+    """Raise where a layer's config has numbers for more or fewer heads than the layer has."""
+    given = {n: x for m in config.methods for n in m.by_head if isinstance(x := getattr(m, n), tuple)}
+    if wrong := [n for n, values in given.items() if len(values) != heads]:
+        raise ValueError(
+            f"{wrong[0]} has a number for each of {len(given[wrong[0]])} heads, and layer {layer.index} of {view.name} has "
+            f"{heads}: give one number for all, or pass layers=[...] that have as many heads"
+        )
 
 
 def _takes(part: LongAttnConfig, layer: Layer) -> bool:

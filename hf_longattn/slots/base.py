@@ -144,28 +144,23 @@ def _check_intervals(method: KeyIntervals) -> None:
     inside = torch.stack([(first[:, None] <= j) & (j <= last[:, None]) for first, last in edges])
     seen = method.visible(i, j) if isinstance(method, Visibility) else torch.ones_like(j, dtype=torch.bool)
 
-    def refuse(pairs: Tensor, said: Callable[[int, int], str]) -> None:
+    def refuse(pairs: Tensor, why: str, *distances: Tensor) -> None:
+        """Raise for the first of these pairs, with its own distances in the places that `why` has for them."""
         if bool(pairs.any()):
-            row, column = pairs.nonzero()[0].tolist()
-            raise ValueError(f"of the query at {int(i[row, 0])} and the key at {int(j[row, column])} {said(row, column)}")
+            row, column, *head = pairs.nonzero()[0].tolist()
+            own = (float(x.expand_as(pairs)[row, column, *head]) for x in distances)
+            raise ValueError(f"of the query at {int(i[row, 0])} and the key at {int(j[row, column])} {why.format(*own)}")
 
-    refuse(inside.sum(0) > 1, lambda *_: "two intervals hold the pair, which would count twice: intervals() must be disjoint")
-    refuse(seen & ~inside.any(0), lambda *_: "no interval holds the pair, which would not be seen: intervals() leaves a gap")
-    refuse(~seen & inside.any(0), lambda *_: "an interval holds the pair, which visible() hides")
+    refuse(inside.sum(0) > 1, "two intervals hold the pair, which would count twice: intervals() must be disjoint")
+    refuse(seen & ~inside.any(0), "no interval holds the pair, which would not be seen: intervals() leaves a gap")
+    refuse(~seen & inside.any(0), "an interval holds the pair, which visible() hides")
     stated = method.distance(i, j)
     for n, interval in enumerate(intervals):
         f, g = ((x.double() if to is None else to(x)) for to, x in ((interval.query, i), (interval.key, j)))
         f, g, want = (x if x.ndim == 3 else x[..., None] for x in (f, g, stated))  # heads
         wrong = inside[n, ..., None] & ~torch.isclose(f - g, want, rtol=1e-9, atol=1e-6)
-
-        def said(row: int, column: int, n: int = n, shown: Tensor = f - g, want: Tensor = want, wrong: Tensor = wrong) -> str:
-            head = int(wrong[row, column].nonzero()[0])
-            of_interval, of_method = (float(x.expand_as(wrong)[row, column, head]) for x in (shown, want))
-            return (
-                f"distance() is {of_method:g}, and its interval, intervals()[{n}], shows query(i) - key(j) = {of_interval:g}"
-            )
-
-        refuse(wrong.any(-1), said)
+        why = f"distance() is {{:g}}, and its interval, intervals()[{n}], shows query(i) - key(j) = {{:g}}"
+        refuse(wrong, why, want, f - g)
 
 
 class Window(KeyIntervals):

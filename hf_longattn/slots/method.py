@@ -273,6 +273,7 @@ def as_length(value: Any) -> Any:
 
 
 def freeze(value: Any) -> Any:
+    """A parameter as plain data that can be hashed, from JSON, NumPy or torch."""
     if hasattr(value, "tolist"):  # numbers and arrays of numpy and torch
         value = value.tolist()
     if value == "inf":  # JSON has no infinity
@@ -281,6 +282,7 @@ def freeze(value: Any) -> Any:
 
 
 def thaw(value: Any) -> Any:
+    """A parameter as JSON can hold it."""
     if value == math.inf:
         return "inf"
     return [thaw(v) for v in value] if isinstance(value, tuple) else value
