@@ -16,27 +16,25 @@ are holes in it, or nothing can be read because a graph is traced. Dense is alwa
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
 from ..config import LongAttnConfig
 from ..core.geometry import FAR, AttentionLayout
 from ..core.kernels.kernel import FEW_QUERIES
 from ..core.tracing import readable, sent
+from .base_attention import BaseAttention, base_implementation, own_implementation
 from .config_records import before, raw_section
 from .forward_context import current_pass
 from .internals import MaskInterval, interval_of
 
+#: Columns of a compact mask.
 INDEX_WIDTH = 6
-
 
 BOTH_WAYS = "the model reads in both directions ({}), and methods are defined for causal attention only"
 
@@ -48,36 +46,6 @@ def refuse_both_ways(config: Any, name: str = "") -> None:
     asked = getattr(config, "use_bidirectional_attention", None)
     if asked is True or asked == "all":
         raise ValueError(name + BOTH_WAYS.format(f"use_bidirectional_attention={asked!r}"))
-
-
-class BaseAttention:
-    """The attention that a model had before its method, which a call runs where the method changes nothing.
-
-    Args:
-        implementation: its name in Transformers.
-        arguments: those that `layout_mask` was called with: its own mask function takes them too.
-    """
-
-    def __init__(self, implementation: str, arguments: dict[str, Any]) -> None:
-        self.implementation, self.arguments = implementation, arguments
-        self._functions: dict[type, Any] = {}
-        self._masks: dict[torch.device, Any] = {}
-
-    def mask(self, device: torch.device) -> Any:
-        """Its mask, made once for all layers of a device."""
-        if device not in self._masks:
-            self._masks[device] = self._made if self._made is None else self._made.to(device)
-        return self._masks[device]
-
-    @functools.cached_property
-    def _made(self) -> Any:
-        return ALL_MASK_ATTENTION_FUNCTIONS[self.implementation](**self.arguments)
-
-    def function(self, module: Any) -> Any:
-        """Its attention function; "eager" is the one in the module's own file."""
-        if (found := self._functions.get(type(module))) is None:
-            found = self._functions[type(module)] = attention_function(self.implementation, module)
-        return found
 
 
 class MaskContext:
@@ -121,26 +89,6 @@ class MaskContext:
             fits = short or (self.rows.index.device.type == "cpu" and self.rows.extent <= limit)
             self._fits[limit] = fits
         return fits
-
-
-def attention_function(name: str, module: Any) -> Any:
-    """One of transformers' attention functions by its name; "eager" is the model's own."""
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
-
-
-def own_implementation(config: Any) -> str:
-    """Return the attention that the model would run without a method."""
-    known = before(config)
-    if known is None or known.implementation in ("sdpa", "eager"):
-        return base_implementation(config)  # sdpa would drop a softcap
-    return known.implementation
-
-
-def base_implementation(config: Any) -> str:
-    """Return the attention of layers without a method; mask and forward function both ask here."""
-    known = before(config)
-    return "sdpa" if known is None else known.base
 
 
 class MaskRequest(NamedTuple):

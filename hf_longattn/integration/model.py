@@ -17,12 +17,12 @@ from torch import nn
 from ..config import NO_METHOD, LongAttnConfig, written
 from ..slots.learned import LearnedParts, container_of
 from ..user_warnings import warn
+from .base_attention import base_implementation
 from .changes import refuse_while_batching, release, transaction, without_method
 from .config_records import NameOf, before, raw_section
 from .internals import get_implementation, set_implementation
 from .layer_methods import put, settle
 from .layers import Layer, View, language_config, pretrained
-from .masks import base_implementation
 from .max_length import announce_running
 from .model_facts import own_temperature
 from .names import is_longattn_name, name_for

@@ -19,12 +19,12 @@ from ..config import CUSTOM, NO_METHOD, PREFIX, TRIPWIRE, LongAttnConfig, is_who
 from ..slots.registry import STOCK, method_class, parameters_of
 from ..user_warnings import warn
 from . import rope
+from .base_attention import own_implementation
 from .changes import remember
 from .config_records import NameOf, Section, raw_section, record_in, set_record
 from .internals import IMPLEMENTATION, get_implementation, is_part, set_implementation, tracing_context
 from .layer_methods import prepare, refuse_name
 from .layers import View, language_config, pretrained_in
-from .masks import own_implementation
 from .max_length import announce_beside, announce_running
 from .model import apply, change, fits, running, say_what_runs, warn_of_lost_softcap, warn_untrained
 from .names import SERVED, hint, is_longattn_name, methods_in, name_for, ours_in, register_combination, short

@@ -10,8 +10,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..core.kernels.kernel import FEW_QUERIES
 from ..core.kernels.sdpa import few_queries
+from .base_attention import BaseAttention, attention_function, base_implementation
 from .forward_context import LayerCall
-from .masks import BaseAttention, attention_function, base_implementation, is_layout_mask, read_mask
+from .masks import is_layout_mask, read_mask
 
 
 def unmodified(

@@ -40,8 +40,8 @@ from transformers.models.gemma3 import modeling_gemma3 as gemma3
 import hf_longattn
 from hf_longattn.config import PREFIX
 from hf_longattn.integration import names
+from hf_longattn.integration.base_attention import base_implementation
 from hf_longattn.integration.caches import CACHE, PAGES
-from hf_longattn.integration.masks import base_implementation
 from hf_longattn.integration.names import is_longattn_name
 from hf_longattn.slots.registry import list_methods
 
