@@ -192,16 +192,16 @@ class AttentionLayout:
         return 1 + int((torch.maximum(query, high) - start).amax())
 
     @property
-    def plain(self) -> slice | None:
-        """The columns of the keys if the rows are the lower triangle over them (or one row that sees all).
+    def causal_columns(self) -> slice | None:
+        """The columns of the keys if the rows are a causal triangle over them: as many rows, or one that sees all.
 
         None for anything else, and where nothing may be read.
         """
         host = self.host
-        return host._plain if host.allowed is None and readable(host.index) else None
+        return host._causal_columns if host.allowed is None and readable(host.index) else None
 
     @functools.cached_property  # which Dynamo cannot trace on Python 3.11
-    def _plain(self) -> slice | None:
+    def _causal_columns(self) -> slice | None:
         position, key_start, _, low, high = self.index.to("cpu").unbind(-1)
         first, last, q_len = int(low[0, 0]), int(high[0, -1]), low.shape[1]
         triangle = torch.arange(last - q_len + 1, last + 1, device="cpu")

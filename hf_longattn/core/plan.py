@@ -230,6 +230,11 @@ class AttentionPlan:
         return not (maps or self.has_sinks or self.in_segments)
 
     @property
+    def is_causal_product(self) -> bool:
+        """True if sdpa computes it without a mask: a product (see `is_product`) over a causal triangle."""
+        return self.is_product and self.rows.causal_columns is not None
+
+    @property
     def in_segments(self) -> bool:
         """True if a method shows keys in segments."""
         return "positions" in self.names or "visibility" in self.names

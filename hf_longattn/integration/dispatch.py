@@ -126,7 +126,7 @@ def _attend(
     """A layer's method over rows of any geometry: output (batch, q_len, heads, head_dim), and weights if asked for.
 
     Args:
-        made: the plans over these rows, of which a layer in decoding takes its own without making a `Call`; None: makes one.
+        made: plans over these rows, by `plan_key`: a layer in decoding that finds its own here runs it without a `Call`.
     """
     method, sinks, traced = layer_call.method, layer_call.more.get("s_aux"), layer_call.traced
     config, learned = method.config or NO_METHOD, learned_parts(layer_call.module)

@@ -258,7 +258,7 @@ def facts_for(view: View, config: LongAttnConfig = NO_METHOD) -> ModelFacts:
     return facts_of(view, [x for x in view.candidates if not x.why_not] or view.candidates, config.train_length)
 
 
-def refuse_name(view: View, name: str, section: Any = None) -> NoReturn:
+def refuse_name(view: View, name: str, section: Any) -> NoReturn:
     """Raise what `apply` raises for a model that has no layer for a method."""
     raise ValueError(no_layer(view, LongAttnConfig.parse(short(name), section)))
 

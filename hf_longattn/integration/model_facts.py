@@ -17,7 +17,7 @@ from .trained_length import ORIGINAL, rope_settings, trained
 QUERY_NORMS = ("q_norm", "q_layernorm", "q_layer_norm", "query_layernorm", "qk_norm")
 
 
-def facts_of(view: View, layers: list[Layer], train_length: int | None = None) -> ModelFacts:
+def facts_of(view: View, layers: list[Layer], train_length: int | None) -> ModelFacts:
     """Return the facts about these layers of a model; train_length: its trained length as the user knows it.
 
     ValueError: its config has rotary settings that it does not rotate by.

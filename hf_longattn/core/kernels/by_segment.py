@@ -34,8 +34,8 @@ class BySegment:
         joined: the output over all segments and sinks, (heads,), where rows may be read; None: runs are merged.
         tempered: computes the only segment under a temperature by entropy at once, without gradients. It takes the call, and
             what gives a factor for entropies (heads, group, rows); None: the entropy takes one run, the output another.
-        product: computes the only segment under a temperature by entropy where its logits are scaling q . k over plain rows;
-            None: `run` does.
+        product: computes the only segment under a temperature by entropy where its logits are scaling q . k over a causal
+            triangle; None: `run` does.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class BySegment:
             self.segments.append((own.on(device), by_query, by_key))
         if self.temper is not None:
             alone = len(self.segments) == 1
-            #: whether logits are scaling q . k over plain rows, for `product`
-            self.plain = alone and plan.asked == "auto" and self.spec.gain is None and not self.spec.softcap
-            self.plain = self.plain and self.segments[0][0].plain is not None
+            #: whether `product` computes it: logits are scaling q . k over a causal triangle
+            self.takes_product = alone and plan.asked == "auto" and self.spec.gain is None and not self.spec.softcap
+            self.takes_product = self.takes_product and self.segments[0][0].causal_columns is not None
             # a CPU's fused kernel runs twice, for the entropies and for the output, in less time than a row is gone over again
-            twice = self.plain and device.type == "cpu"
+            twice = self.takes_product and device.type == "cpu"
             self.at_once = alone and tempered is not None and not (twice or plan.trains) and plan.keepable
 
     def __call__(
@@ -96,7 +96,7 @@ class BySegment:
                 return self.tempered(calls[0], self.temper)
             by_entropy = self.temper(self._entropies(calls))
             calls = [_tempered(call, by_entropy) for call in calls]
-            if self.product is not None and self.plain and sinks is None:
+            if self.product is not None and self.takes_product and sinks is None:
                 run, joined, wide = self.product, None, False
         if joined is not None and readable(query):
             return joined(calls, sinks)

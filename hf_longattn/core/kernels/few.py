@@ -23,10 +23,10 @@ def _why_not(plan: AttentionPlan) -> str | None:
 
 
 def _preferred(plan: AttentionPlan) -> bool:
-    """Prefer it on a CPU; on CUDA unless sdpa computes the plan as it is: a plain product over plain rows, without a score of
+    """Prefer it on a CPU; on CUDA unless sdpa computes the plan as it is: a product over a causal triangle, without a score of
     a method's own, which would write every key anew at every token.
     """
-    return plan.query.device.type == "cpu" or not (plan.is_product and plan.rows.plain is not None and plan.fold is None)
+    return plan.query.device.type == "cpu" or not (plan.is_causal_product and plan.fold is None)
 
 
 KERNEL = Kernel(

@@ -32,7 +32,7 @@ Pieces: TypeAlias = "list[bands.Part] | AttentionLayout"
 
 def prepare(plan: AttentionPlan) -> BySegment:
     """sdpa of a plan that is one, else the parts of all segments."""
-    if plan.is_product and (plan.rows.plain is not None or plan.dropout or _not_in_parts(plan) is not None):
+    if plan.is_product and (plan.rows.causal_columns is not None or plan.dropout or _not_in_parts(plan) is not None):
         return BySegment(plan, sdpa.run)
     if _has_triton(plan.query):  # it finds entropies in less time
         return BySegment(plan, triton.run, joined=joined, product=sdpa.run)
@@ -333,16 +333,16 @@ run = operators.attention("fused", _attend, _gradients)
 
 
 def _preferred(plan: AttentionPlan) -> bool:
-    """Prefer it for a plain product over the lower triangle. Else on CUDA where rows may be read; on a CPU unless a
-    temperature by entropy acts on rows that are not plain, or a score of a method's own on half precision that it is fast in.
+    """Prefer it for a product over a causal triangle. Else on CUDA where rows may be read; on a CPU unless a temperature by
+    entropy acts on other rows, or a score of a method's own on a half precision in which the CPU is fast.
     """
-    if plan.is_product and plan.rows.plain is not None:
+    if plan.is_causal_product:
         return True
     if plan.dropout or _not_in_parts(plan) is not None:
         return False
     if sdpa.device(plan.query) == "cuda":
         return plan.readable and (plan.temper is None or _has_triton(plan.query))
-    if plan.temper is not None and plan.rows.plain is None:
+    if plan.temper is not None and plan.rows.causal_columns is None:
         return False
     return sdpa.device(plan.query) == "cpu" and (plan.fold is None or not halves_are_fast(plan.value))
 

@@ -32,12 +32,12 @@ CUT_FROM, PIECE = 2 << 20, 512
 
 
 def run(call: KernelCall) -> Result:
-    """softmax(scaling q . k) over the visible keys; fused without a mask where the rows are plain, else with one."""
+    """softmax(scaling q . k) over the visible keys, without a mask where the rows are a causal triangle, else with one."""
     query, key, value, rows = call.query, call.key, call.value, call.rows
     assert value is not None
-    mask, causal, plain = None, False, rows.plain
-    if plain is not None:
-        key, value = visible(key, plain), visible(value, plain)
+    mask, causal, columns = None, False, rows.causal_columns
+    if columns is not None:
+        key, value = visible(key, columns), visible(value, columns)
         causal = query.shape[2] > 1
     else:
         mask = rows.visible(key.shape[2])
@@ -74,7 +74,7 @@ def few_queries(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None =
 
 
 def visible(x: Tensor, columns: slice) -> Tensor:
-    """The keys (or values) in the columns that plain rows see."""
+    """The keys (or values) in these columns; the tensor itself where they are all."""
     return x if columns == slice(0, x.shape[2]) else x[:, :, columns]
 
 
