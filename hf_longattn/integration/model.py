@@ -121,23 +121,23 @@ def _warn_of_less(known: LongAttnConfig, now: LongAttnConfig, says: int) -> None
     )
 
 
-def _unwrapped(view: View) -> list[LearnedParts]:
+def _unsaved(view: View) -> set[LearnedParts]:
     """The learned parts of a model that no adapter saves."""
-    return [part for x in view.layers if isinstance(part := container_of(x.module), LearnedParts)]
+    return {part for x in view.layers if isinstance(part := container_of(x.module), LearnedParts)}
 
 
 @contextmanager
 def change(model: nn.Module, waits: bool = False) -> Iterator[View]:
     """A transaction, after which adapters know what the model runs, and the user what harms untrained weights."""
     with transaction(model, waits) as view:
-        known, had = view.running, _unwrapped(view)
+        known, had = view.running, _unsaved(view)
         yield view
         if view.running != known:
             refuse_while_batching(view.model)
         announce_running(view)
         record_in_adapters(view, view.running)
-        now = _unwrapped(view)
-        if mark_unsaved(view, bool(now), any(all(x is not y for y in had) for x in now)):
+        unsaved = _unsaved(view)
+        if mark_unsaved(view, has_parts=bool(unsaved), came_now=bool(unsaved - had)):
             warn(
                 "the method's learned parameters came after the adapter, which cannot save them: apply the method first, "
                 "then make the adapter (LoRA or IA3; prompts save none)",

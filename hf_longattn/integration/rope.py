@@ -60,9 +60,8 @@ def theta_of(effective_base: float, fraction: float, head_dim: int) -> float:
 
 
 def _head_dim(text: Any) -> int:
-    own = isinstance(getattr(text, "rope_parameters", {}).get("full_attention"), dict) and getattr(
-        text, "global_head_dim", None
-    )
+    by_type = isinstance(getattr(text, "rope_parameters", {}).get("full_attention"), dict)
+    own = getattr(text, "global_head_dim", None) if by_type else None
     return int(own or getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 

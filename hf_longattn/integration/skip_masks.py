@@ -39,8 +39,7 @@ def masks_of_jumps(model: Any, input_ids: Tensor, position_ids: Tensor) -> Any:
 
     # of the embeddings, shape, type and device are read
     embedded = torch.empty(*input_ids.shape, 0, dtype=model.dtype, device=input_ids.device)
-    given = {"config": config, "inputs_embeds": embedded, "attention_mask": ones, CACHE: None}
-    given["position_ids"] = position_ids
+    given = {"config": config, "inputs_embeds": embedded, "attention_mask": ones, "position_ids": position_ids, CACHE: None}
     masks = create_masks_for_generate(**given)
     if not isinstance(masks, dict):  # of a layer type that transformers makes no mask for
         return ones

@@ -29,11 +29,10 @@ def unmodified(
         mask: the one that the layer got.
         base: of a layer with a method, the attention of before, with its own mask; None: the layer is left alone.
     """
-    function, mask = (
-        _left_alone(layer_call, query, key, mask)
-        if base is None
-        else (base.function(layer_call.module), base.mask(query.device))
-    )
+    if base is None:
+        function, mask = _left_alone(layer_call, query, key, mask)
+    else:
+        function, mask = base.function(layer_call.module), base.mask(query.device)
     more = layer_call.more
     if function is sdpa_attention_forward and are_few(layer_call, query, key, mask):
         if mask is not None and mask.shape[2] > 1:

@@ -81,7 +81,7 @@ def verify_rotations(view: View, methods: Mapping[nn.Module, LayerMethod]) -> di
             source, [(name, _unscaled(computed[name].query), computed[name].key) for name in ran]
         )
         found.append((source, convention, [x for x in own if x.index in {ran[name] for name in still}]))
-    _tell_of_nothing(view, methods, [x for _, _, alone in found for x in alone])
+    _check_some_rotate(view, methods, [x for _, _, alone in found for x in alone])
     changed: dict[nn.Module, LayerMethod] = {}
     for source, convention, alone in found:
         source.convention = convention
@@ -220,7 +220,7 @@ def _unscaled(queries: Tensor) -> Tensor:
     return (queries * (norms[:, :, :1] / norms.clamp(min=torch.finfo(norms.dtype).tiny))).to(queries.dtype)
 
 
-def _tell_of_nothing(view: View, methods: Mapping[nn.Module, LayerMethod], alone: list[Layer]) -> None:
+def _check_some_rotate(view: View, methods: Mapping[nn.Module, LayerMethod], alone: list[Layer]) -> None:
     """Raise where a remap finds no layer that rotates, or warn if others do, within windows of their own."""
     config = methods[alone[0].module].config if alone else None
     others = [methods.get(x.module) for x in view.layers if not x.why_never and x not in alone]

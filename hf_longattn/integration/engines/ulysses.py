@@ -80,11 +80,8 @@ def rank_and_world(module: nn.Module) -> tuple[int, int] | None:
 
 def is_exchanged(layer_call: LayerCall, query: Tensor, key: Tensor) -> bool:
     """Tell whether DeepSpeed's exchange has happened: this process has few heads of all tokens."""
-    here, heads, position_ids = (
-        rank_and_world(layer_call.module),
-        getattr(layer_call.module.config, "num_attention_heads", None),
-        layer_call.positions,
-    )
+    here, position_ids = rank_and_world(layer_call.module), layer_call.positions
+    heads = getattr(layer_call.module.config, "num_attention_heads", None)
     if here is None or here[1] == 1 or position_ids is None:
         return False
     return here[1] * query.shape[1] == heads and query.shape[2] == key.shape[2] == position_ids.shape[-1]
@@ -136,10 +133,8 @@ def rows_of(position_ids: Tensor, window: int | None, world: int, kept: dict[Any
     Raises:
         ValueError: positions jump forward, or are those of parts that know nothing of each other.
     """
-    known: tuple[Tensor, AttentionLayout] | None = kept.get(
-        ("whole", window)
-    )  # DeepSpeed gathers position_ids anew in every layer
-    if known is not None and torch.equal(known[0], position_ids):
+    known: tuple[Tensor, AttentionLayout] | None = kept.get(("whole", window))
+    if known is not None and torch.equal(known[0], position_ids):  # DeepSpeed gathers position_ids anew in every layer
         return known[1]
     step = position_ids.diff()
     if bool((step > 1).any()):
