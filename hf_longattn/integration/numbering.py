@@ -26,12 +26,12 @@ _PADDED = (
 )
 
 
-def own_positions(seen: ParsedMask, position_ids: Tensor) -> Tensor:
+def own_positions(parsed: ParsedMask, position_ids: Tensor) -> Tensor:
     """The positions of a call's queries, which may be some of its tokens, (batch or 1, q_len)."""
-    query = seen.rows.bounds.query
+    query = parsed.rows.bounds.query
     if position_ids.shape[1] == query.shape[1]:
         return position_ids.to(query.device)
-    column = (query - seen.first).clamp(0, position_ids.shape[1] - 1)
+    column = (query - parsed.first).clamp(0, position_ids.shape[1] - 1)
     batch = max(len(column), len(position_ids))
     return position_ids.to(query.device).expand(batch, -1).gather(1, column.expand(batch, -1))
 
@@ -39,14 +39,14 @@ def own_positions(seen: ParsedMask, position_ids: Tensor) -> Tensor:
 class Numbered:
     """The position_ids of a call beside its cache indices, from which follows how its tokens are numbered."""
 
-    def __init__(self, seen: ParsedMask, position_ids: Tensor, kv_len: int) -> None:
-        rows, counted, first = seen
+    def __init__(self, parsed: ParsedMask, position_ids: Tensor, kv_len: int) -> None:
+        rows, counted, first = parsed
         index = rows.index
         batch = max(index.shape[0], position_ids.shape[0])
         index = index.expand(batch, -1, -1)
         self.rows, self.counted = rows, counted
         #: of each query, (batch, q_len): its position, its cache index, and the cache index where its sequence starts
-        self.position = own_positions(seen, position_ids).expand(batch, -1)
+        self.position = own_positions(parsed, position_ids).expand(batch, -1)
         self.cache_index, _, self.start, _, _ = RowBounds(*index.unbind(-1))
         #: whether a query is no padding, which may be at any position; (batch, 1), whether all queries are
         self.real = rows.tokens(kv_len).expand(batch, -1)
@@ -91,8 +91,8 @@ class Numbered:
         unknown, last = ~self.known, (self.first - self.keys[:, :1] - 1).clamp(min=0)
         if bool((unknown & (self.begins_at == 0)).any()):
             return _AGAIN
-        seen = self.rows.visible(self.keys.shape[1]).any((1, 2)).expand(len(last), -1)
-        return _PADDED if bool((unknown & ~seen.gather(1, last)).any()) else UNKNOWN
+        visible = self.rows.visible(self.keys.shape[1]).any((1, 2)).expand(len(last), -1)
+        return _PADDED if bool((unknown & ~visible.gather(1, last)).any()) else UNKNOWN
 
     @property
     def regular(self) -> Tensor:

@@ -87,7 +87,7 @@ def rows_under(mask: Tensor | None, layer_call: LayerCall) -> MaskContext:
         ValueError: the mask or the positions have no meaning, or those of cached keys are unknown.
     """
     positions, method, forward_pass = layer_call.positions, layer_call.method, layer_call.forward_pass
-    q_len, kv_len = layer_call.q_len, layer_call.kv_len
+    kv_len = layer_call.kv_len
     if mask is None:
         raise NotImplementedError(_NO_MASK + (_PARALLEL if layer_call.more.get("is_causal") else _ALONE))
     if positions is None and forward_pass is None and method.state.passes and not layer_call.traced:
@@ -95,85 +95,85 @@ def rows_under(mask: Tensor | None, layer_call: LayerCall) -> MaskContext:
     context: MaskContext | None = None if layer_call.traced else existing_context(mask)
     if context is not None and context.rows is not None and context.kv_len == kv_len and context.positions is positions:
         return context
-    remapped = method.state.remapped and (forward_pass is None or forward_pass.probed is None)
     if shows_the_future(mask):
         raise ValueError(BOTH_WAYS.format("is_decoder=False or a like flag: its mask shows later tokens"))
-    if not is_layout_mask(mask):  # the user's own, who may write to it, or to position_ids, before the next call
-        if not layer_call.traced:
-            mask.__dict__["_longattn"] = MaskContext(forward_pass=forward_pass)
-        seen = read_own_mask(mask, q_len, kv_len)
-        if forward_pass is not None and forward_pass.axes is not None:
-            if seen.counted is not None:
-                raise ValueError(_OWN_MASK)
-            return MaskContext().keep(by_axis(seen, seen.rows, forward_pass, kv_len), positions, kv_len)
-        rows = _with_positions(seen, positions, kv_len, remapped, forward_pass, own_mask=True)
-        if seen.counted is not None and method.config is not None:
-            refuse_unknown_start(method.config, rows, positions)
-        return MaskContext().keep(rows, positions, kv_len)
-    seen = read_mask(mask, kv_len)
+    if not is_layout_mask(mask):
+        return MaskContext().keep(_under_own_mask(mask, layer_call), positions, kv_len)
+    parsed = read_mask(mask, kv_len)
     context = MaskContext() if layer_call.traced or not readable(mask) else context_of(mask)
-    context.forward_pass, context.q_len = forward_pass, q_len
+    context.forward_pass, context.q_len = forward_pass, layer_call.q_len
     known = context.rows if context.positions is positions else None
-    rows = _with_positions(seen, positions, kv_len, remapped, forward_pass) if known is None else known
+    rows = _with_positions(parsed, layer_call) if known is None else known
     if not layer_call.traced:
         _refuse_packed(rows, layer_call.more)
     return context.keep(rows, positions, kv_len)
+
+
+def _under_own_mask(mask: Tensor, layer_call: LayerCall) -> AttentionLayout:
+    """The rows under a user's own 4-D mask, read in each layer: the user may write to it before the next call."""
+    forward_pass, method, kv_len = layer_call.forward_pass, layer_call.method, layer_call.kv_len
+    if not layer_call.traced:
+        mask.__dict__["_longattn"] = MaskContext(forward_pass=forward_pass)
+    parsed = read_own_mask(mask, layer_call.q_len, kv_len)
+    if forward_pass is not None and forward_pass.axes is not None:
+        if parsed.counted is not None:
+            raise ValueError(_OWN_MASK)
+        return by_axis(parsed, parsed.rows, forward_pass, kv_len)
+    rows = _with_positions(parsed, layer_call, own_mask=True)
+    if parsed.counted is not None and method.config is not None:
+        refuse_unknown_start(method.config, rows, layer_call.positions)
+    return rows
 
 
 def _refuse_packed(rows: AttentionLayout, more: Mapping[str, Any]) -> None:
     """Raise ValueError where the arguments of a call tell documents apart that its mask does not."""
     ends, numbers = more.get("cu_seq_lens_q"), more.get("seq_idx")
     if numbers is not None:
-        told = sum(len(row.unique()) for row in numbers)
+        documents = sum(len(row.unique()) for row in numbers)
     elif ends is not None:
-        told = int((ends.diff() > 0).sum())
+        documents = int((ends.diff() > 0).sum())
     else:
         return
-    if told > sum(len(row.unique()) for row in rows.bounds.start):
+    if documents > sum(len(row.unique()) for row in rows.bounds.start):
         raise ValueError(_PACKED)
 
 
-def _with_positions(
-    seen: ParsedMask,
-    position_ids: Tensor | None,
-    kv_len: int,
-    remapped: bool,
-    forward_pass: ForwardContext | None,
-    own_mask: bool = False,
-) -> AttentionLayout:
-    """The rows with the positions that position_ids say: the same ones where these count as cache indices do.
+def _with_positions(parsed: ParsedMask, layer_call: LayerCall, own_mask: bool = False) -> AttentionLayout:
+    """The rows with the positions that position_ids say: the same rows where these count as cache indices do.
+
+    The pass takes note of how its tokens are numbered.
 
     Args:
-        seen: what was read off the mask.
-        remapped: whether some layer remaps rotary distances, for which pictures cannot be counted as tokens.
-        forward_pass: the pass that takes note of how its tokens are numbered.
         own_mask: whether the mask is the user's. Where its tokens fit no numbering, as a drafted tree's, only the first one's
             is noted, since the cache will keep one branch.
     """
+    position_ids, kv_len, forward_pass = layer_call.positions, layer_call.kv_len, layer_call.forward_pass
     several = None if forward_pass is None or forward_pass.axes is None else forward_pass
     if several is not None and not several.numbers_text:
-        return by_axis(seen, seen.rows, several, kv_len)
+        return by_axis(parsed, parsed.rows, several, kv_len)
     if position_ids is None:
-        return seen.rows
-    if position_ids.device != seen.rows.index.device and readable(position_ids):
-        position_ids = _on_host(seen, position_ids, kv_len, forward_pass)
-    position_ids = one_axis(seen, position_ids, kv_len, remapped)
-    if not readable(seen.rows.index):
-        return _traced(seen, position_ids, kv_len)
-    rows, first, tokens, sees_cache = _resolve(seen, position_ids, kv_len, forward_pass)
+        return parsed.rows
+    if position_ids.device != parsed.rows.index.device and readable(position_ids):
+        position_ids = _on_host(parsed, position_ids, kv_len, forward_pass)
+    # a remap cannot count tokens where they are at several positions each, as those of pictures
+    remapped = layer_call.method.state.remapped and (forward_pass is None or forward_pass.probed is None)
+    position_ids = one_axis(parsed, position_ids, kv_len, remapped)
+    if not readable(parsed.rows.index):
+        return _traced(parsed, position_ids, kv_len)
+    rows, first, tokens, sees_cache = _resolve(parsed, position_ids, kv_len, forward_pass)
     if forward_pass is not None:
         forward_pass.note(first, first if own_mask and not any(tokens) else tokens, sees_cache)
-    return rows if several is None else by_axis(seen, rows, several, kv_len)
+    return rows if several is None else by_axis(parsed, rows, several, kv_len)
 
 
-def _on_host(seen: ParsedMask, position_ids: Tensor, kv_len: int, forward_pass: ForwardContext | None) -> Tensor:
+def _on_host(parsed: ParsedMask, position_ids: Tensor, kv_len: int, forward_pass: ForwardContext | None) -> Tensor:
     """position_ids where the rows are: read, but for few tokens behind a cache, which are what continues it.
 
     That they are, the device confirms while the host goes on.
     """
-    kept, rows = {} if forward_pass is None else forward_pass.kept, seen.rows
+    kept, rows = {} if forward_pass is None else forward_pass.kept, parsed.rows
     given, known = kept.get("position_ids", (None, None))
-    expected = _continued(seen, position_ids, kv_len, forward_pass)
+    expected = _continued(parsed, position_ids, kv_len, forward_pass)
     if given is position_ids and (expected is None or torch.equal(known, expected)):
         return known
     if expected is None:
@@ -189,7 +189,7 @@ def _on_host(seen: ParsedMask, position_ids: Tensor, kv_len: int, forward_pass: 
     return known
 
 
-def _continued(seen: ParsedMask, position_ids: Tensor, kv_len: int, forward_pass: ForwardContext | None) -> Tensor | None:
+def _continued(parsed: ParsedMask, position_ids: Tensor, kv_len: int, forward_pass: ForwardContext | None) -> Tensor | None:
     """The position_ids of few tokens that continue a cache as it was numbered, (batch, q_len); None: they may be any."""
     if (
         forward_pass is None
@@ -199,13 +199,13 @@ def _continued(seen: ParsedMask, position_ids: Tensor, kv_len: int, forward_pass
         or _several_processes()
     ):
         return None
-    rows, counted = seen.rows, seen.counted
+    rows, counted = parsed.rows, parsed.counted
     numbering, q_len = record_of(forward_pass.cache).get("numbering"), rows.index.shape[1]
     if not numbering or not any(numbering) or q_len > FEW_QUERIES or position_ids.shape[1:] != (q_len,):
         return None
     by_index, by_start, _ = numbering
     query, key_start, start, _, _ = rows.bounds
-    begins = record_of(forward_pass.cache).get("ones") is not None or bool((start >= seen.first).any())
+    begins = record_of(forward_pass.cache).get("ones") is not None or bool((start >= parsed.first).any())
     if begins or not bool(rows.tokens(kv_len).all()):
         return None
     if counted is None or by_index or by_start:
@@ -213,14 +213,14 @@ def _continued(seen: ParsedMask, position_ids: Tensor, kv_len: int, forward_pass
     return counted.gather(1, (query - key_start).expand(len(counted), -1))
 
 
-def _from_zero(seen: ParsedMask, position_ids: Tensor, forward_pass: ForwardContext | None) -> Tensor:
+def _from_zero(parsed: ParsedMask, position_ids: Tensor, forward_pass: ForwardContext | None) -> Tensor:
     """The position_ids, but those of texts that begin behind an empty prompt, which generate() counts from 1, less 1."""
-    held, ones = _from_one(seen, forward_pass)
+    held, ones = _from_one(parsed, forward_pass)
     if forward_pass is None or not held:
         return position_ids
-    at = seen.rows.bounds
+    at = parsed.rows.bounds
     if ones is None:
-        begins = (at.query == at.start) & (at.start >= held) & (at.low <= at.high) & (own_positions(seen, position_ids) == 1)
+        begins = (at.query == at.start) & (at.start >= held) & (at.low <= at.high) & (own_positions(parsed, position_ids) == 1)
         ones = int(at.start.where(begins, FAR).min())
         if ones == FAR:
             return position_ids
@@ -228,17 +228,17 @@ def _from_zero(seen: ParsedMask, position_ids: Tensor, forward_pass: ForwardCont
     return position_ids - (at.start[:, -1:] >= ones).to(position_ids.device, position_ids.dtype)
 
 
-def _from_one(seen: ParsedMask, forward_pass: ForwardContext | None) -> tuple[int, int | None]:
+def _from_one(parsed: ParsedMask, forward_pass: ForwardContext | None) -> tuple[int, int | None]:
     """Return the number of tokens that a pass's cache held as it began, and from which on texts count from 1, if any do."""
     if forward_pass is None or forward_pass.cache is None:
         return 0, None
     # a static cache counts on the device
-    held = forward_pass.held if isinstance(forward_pass.held, int) else int(seen.first.max())
+    held = forward_pass.held if isinstance(forward_pass.held, int) else int(parsed.first.max())
     return held, None if not held else record_of(forward_pass.cache).get("ones")
 
 
 def _resolve(
-    seen: ParsedMask, position_ids: Tensor, kv_len: int, forward_pass: ForwardContext | None
+    parsed: ParsedMask, position_ids: Tensor, kv_len: int, forward_pass: ForwardContext | None
 ) -> tuple[AttentionLayout, Numbering, Numbering, bool]:
     """The rows with the call's positions; then what `ForwardContext.note` takes: the numbering of the tokens that come first
     behind cached keys, that of all tokens, and whether any sees cached keys.
@@ -246,11 +246,11 @@ def _resolve(
     Raises:
         ValueError: the positions have no meaning, or those of cached keys are unknown.
     """
-    rows = seen.rows
+    rows = parsed.rows
     one = rows.index.shape[1] == 1 and rows.allowed is None and not _several_processes()
-    if one and (numbered := _decoding(seen, own_positions(seen, position_ids), forward_pass)) is not None:
+    if one and (numbered := _decoding(parsed, own_positions(parsed, position_ids), forward_pass)) is not None:
         return rows, *numbered
-    call = Numbered(seen, _from_zero(seen, position_ids, forward_pass), kv_len)
+    call = Numbered(parsed, _from_zero(parsed, position_ids, forward_pass), kv_len)
     is_next = call.is_next
     new_document = (call.position.diff() > 1) & is_next & ~call.is_same_text if rows.allowed is None else is_next[:, :0]
     unsplit = call.sees_cache | call.by_index | call.by_start | call.by_count | call.all_padding | (not _several_processes())
@@ -270,15 +270,15 @@ def _resolve(
     return rows, cast("Numbering", tuple(found[:3])), cast("Numbering", tuple(found[3:])), sees_cache
 
 
-def _decoding(seen: ParsedMask, p: Tensor, forward_pass: ForwardContext | None) -> tuple[Numbering, Numbering, bool] | None:
+def _decoding(parsed: ParsedMask, p: Tensor, forward_pass: ForwardContext | None) -> tuple[Numbering, Numbering, bool] | None:
     """What `_resolve` returns behind the rows, of calls of one token, in few steps; None: they are to be looked at closer.
 
     Args:
         p: the positions of the tokens, int64 (batch or 1, 1).
     """
-    index, batch = seen.rows.index, max(len(seen.rows.index), len(p))
+    index, batch = parsed.rows.index, max(len(parsed.rows.index), len(p))
     read = torch.cat([index[:, 0].expand(batch, -1), p.expand(batch, -1)], -1).tolist()
-    held, ones = _from_one(seen, forward_pass)
+    held, ones = _from_one(parsed, forward_pass)
     if held and ones is None:
         ones = next((own for own, _, start, low, _, at in read if at == 1 and own == start == low >= held), None)
     if forward_pass is not None:
@@ -307,9 +307,9 @@ def _goes_back(call: Numbered, out: AttentionLayout, kv_len: int) -> Tensor:
     return earlier & (out.key_ids[:, None] >= out.query_ids[..., None])
 
 
-def _traced(seen: ParsedMask, position_ids: Tensor, kv_len: int) -> AttentionLayout:
+def _traced(parsed: ParsedMask, position_ids: Tensor, kv_len: int) -> AttentionLayout:
     """Place rows where no tensor may be read: explicit positions where the mask has holes, and a check while it runs."""
-    rows, call = seen.rows, Numbered(seen, position_ids, kv_len)
+    rows, call = parsed.rows, Numbered(parsed, position_ids, kv_len)
     fits = call.regular if rows.allowed is None else call.known
     assert_later(fits.all() & ~call.falls.any() if rows.hides_tokens else fits.all(), _TRACED)
     return rows if rows.allowed is None else call.explicit()

@@ -105,12 +105,12 @@ def carry_token_axes(original: Callable[..., Any], self: Cache, *args: Any, **kw
     return out
 
 
-def by_axis(seen: ParsedMask, rows: AttentionLayout, forward_pass: ForwardContext, kv_len: int) -> AttentionLayout:
+def by_axis(parsed: ParsedMask, rows: AttentionLayout, forward_pass: ForwardContext, kv_len: int) -> AttentionLayout:
     """The rows of a text with pictures, whose tokens are at several positions each; those of cached keys the pass knows."""
     assert forward_pass.axes is not None
     held = forward_pass.longest[1] - forward_pass.axes.shape[2]
     if forward_pass.of_keys is None or forward_pass.of_keys.shape[2] == held:
-        known = _of_text(seen, forward_pass, kv_len, held) if forward_pass.of_keys is None else forward_pass.of_keys
+        known = _of_text(parsed, forward_pass, kv_len, held) if forward_pass.of_keys is None else forward_pass.of_keys
         batch = max(known.shape[1], forward_pass.axes.shape[1])
         forward_pass.of_keys = torch.cat(
             [x.expand(3, batch, -1).to(forward_pass.axes.device) for x in (known, forward_pass.axes)], -1
@@ -129,11 +129,11 @@ def by_axis(seen: ParsedMask, rows: AttentionLayout, forward_pass: ForwardContex
     return rows.by_axis(query.clamp(min=0), key.clamp(min=0))
 
 
-def _of_text(seen: ParsedMask, forward_pass: ForwardContext, kv_len: int, held: int) -> Tensor:
+def _of_text(parsed: ParsedMask, forward_pass: ForwardContext, kv_len: int, held: int) -> Tensor:
     """Return the positions of a text's cached keys before its first picture, (1, batch, keys)."""
     assert forward_pass.axes is not None
-    call = Numbered(seen, forward_pass.axes[0], kv_len)
-    if bool((seen.first != held).any()):
+    call = Numbered(parsed, forward_pass.axes[0], kv_len)
+    if bool((parsed.first != held).any()):
         raise ValueError(UNKNOWN)
     if not held:
         return call.keys[None, :, :0]
@@ -143,7 +143,7 @@ def _of_text(seen: ParsedMask, forward_pass: ForwardContext, kv_len: int, held: 
     return call.cached[None, :, :held].clamp(min=0)
 
 
-def one_axis(seen: ParsedMask, position_ids: Tensor, kv_len: int, remapped: bool) -> Tensor:
+def one_axis(parsed: ParsedMask, position_ids: Tensor, kv_len: int, remapped: bool) -> Tensor:
     """The position_ids (batch or 1, tokens) of a model that may have several axes of them (M-RoPE).
 
     Four axes are those of text and three that turn. Of fewer the first counts where all agree and it continues the cache, on
@@ -161,6 +161,6 @@ def one_axis(seen: ParsedMask, position_ids: Tensor, kv_len: int, remapped: bool
         elif not bool(agree):
             raise ValueError(UNSEEN)
         return first
-    agree = agree & Numbered(seen, first, kv_len).known.all()
-    counted = torch.arange(first.shape[-1], device=first.device) + seen.first.to(first.device)
+    agree = agree & Numbered(parsed, first, kv_len).known.all()
+    counted = torch.arange(first.shape[-1], device=first.device) + parsed.first.to(first.device)
     return torch.where(agree, first, counted)
