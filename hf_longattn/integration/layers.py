@@ -94,7 +94,7 @@ class Layer:
 
     @property
     def kind(self) -> str:
-        """ "full", "window", or a layer type that stands for neither; a window that hides nothing is none."""
+        """What it sees: "full", "window", or a layer type that stands for neither; a window that hides nothing is none."""
         if self.windowed:
             return "window" if window_hides(self.config) else "full"
         return "full" if self.type is None else _KINDS.get(self.type, self.type)

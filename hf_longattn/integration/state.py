@@ -105,7 +105,7 @@ class AttentionState:
             (x.module, method) for x in view.layers if (method := method_of(x.module)) is not None and method.state is self
         ]
         described = list({id(m.config): (m.config, method.whole_config) for m, method in methods}.values())
-        arrangement = Arrangement(described, *(_places_of(view) if is_settled(view) else ()))
+        arrangement = _arrangement(view, described)
         if not is_replica(view.model):
             self.arrangement, self.checked = arrangement, None
         return arrangement
@@ -235,8 +235,10 @@ def _turning(view: View) -> set[nn.Module]:
     return {method.rotary.module for method in methods if method is not None and method.rotary is not None}
 
 
-def _places_of(view: View) -> tuple[list[Any], list[tuple[Any, ...]], list[dict[str, Any]], list[int | None]]:
-    """The fields of an `Arrangement` behind `described`."""
+def _arrangement(view: View, described: list[tuple[Any, Any]]) -> Arrangement:
+    """The `Arrangement` of a model as it is now."""
+    if not is_settled(view):
+        return Arrangement(described)
     attention = [x.module for x in view.candidates]
     inside = {x for module in attention for x in modules_of(module)}
     turning = _turning(view)
@@ -246,4 +248,10 @@ def _places_of(view: View) -> tuple[list[Any], list[tuple[Any, ...]], list[dict[
         if (m not in inside and not inside.isdisjoint(modules_of(m))) or not turning.isdisjoint(children_of(m).values())
     ]
     children, own = [children_of(m) for m in around], [vars(x) for x in attention]
-    return children, [tuple(x.values()) for x in children], own, [x.get("layer_idx") for x in own]
+    return Arrangement(
+        described,
+        children=children,
+        held=[tuple(x.values()) for x in children],
+        attention=own,
+        numbers=[x.get("layer_idx") for x in own],
+    )

@@ -268,7 +268,7 @@ def _ready(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _begins(own: list[bands.Part], shape: torch.Size) -> bool:
-    """Tell whether the first parts of rows are all rows."""
+    """Tell whether every row has a part that is the first of its rows."""
     first = sum((p.batch.stop - p.batch.start) * (p.rows.stop - p.rows.start) for p in own if p.first)
     return first == shape[0] * shape[2]
 

@@ -75,7 +75,7 @@ class KernelCall(NamedTuple):
 
 
 def by_token(like: Tensor, width: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Room for (batch, heads, length, width) where a token's heads lie beside each other, as a model's own layers want it."""
+    """An empty (batch, heads, length, width) with a token's heads beside each other, as a model's own layers want it."""
     batch, heads, length, own = like.shape
     return like.new_empty(batch, length, heads, own if width is None else width, dtype=dtype).transpose(1, 2)
 

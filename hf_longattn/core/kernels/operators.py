@@ -105,9 +105,9 @@ def attention(name: str, forward: Forward, gradients: Gradients) -> Callable[...
     Computes in the dtypes that it is given, under autocast too.
     """
 
-    def compute(call: KernelCall, plain: Forward = forward) -> Result:
+    def compute(call: KernelCall, untaped: Forward = forward) -> Result:
         with torch.no_grad(), torch.autocast(call.query.device.type, enabled=False):
-            return plain(call)
+            return untaped(call)
 
     def differentiate(call: KernelCall, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         with torch.no_grad(), torch.autocast(call.query.device.type, enabled=False):
@@ -115,11 +115,11 @@ def attention(name: str, forward: Forward, gradients: Gradients) -> Callable[...
 
     operator, function = attention_operator(name, compute, differentiate), attention_function(name, compute, differentiate)
 
-    def run(call: KernelCall, plain: Forward = forward) -> Result:
+    def run(call: KernelCall, untaped: Forward = forward) -> Result:
         if not readable(call.query):
             out, lse, entropy = operator(*flatten(call))
         else:
-            out, lse, entropy = function(*flatten(call)) if taped(call) else compute(call, plain)
+            out, lse, entropy = function(*flatten(call)) if taped(call) else compute(call, untaped)
         return out, lse if call.with_lse else lse.new_zeros(0), entropy
 
     return run

@@ -158,8 +158,18 @@ def _visible(plan: AttentionPlan) -> VisibleKeys:
         blind = hidden.all(-1, keepdim=True)
         hidden, blind = by_key_head(hidden, plan) if hidden.any() else None, blind if blind.any() else None
     rows = plan.query.shape[1] // plan.key.shape[1] * plan.query.shape[2], plan.query.shape[3]
-    of_layers = plan.rotation, plan.wide, plan.key.shape[1], rows
-    return VisibleKeys(whole, seen, None if overlap else sizes, gaps, hidden, blind, *of_layers)
+    return VisibleKeys(
+        columns=whole,
+        segments=seen,
+        sizes=None if overlap else sizes,
+        gaps=gaps,
+        hidden=hidden,
+        blind=blind,
+        rotation=plan.rotation,
+        wide=plan.wide,
+        kv_heads=plan.key.shape[1],
+        rows=rows,
+    )
 
 
 def _seen(plan: AttentionPlan, first: int, n: int, segment: Segment, columns: slice, mask: Tensor | None) -> SeenSegment:
@@ -179,6 +189,13 @@ def _seen(plan: AttentionPlan, first: int, n: int, segment: Segment, columns: sl
             cos, sin = (x.transpose(1, 2)[..., None, None, :].to(wide) for x in by_feature)
             turn = torch.addcmul(turn * cos, other, sin)
         turn = turn.flatten(-2)
-    mask = None if mask is None else by_key_head(mask, plan)
-    name = ("own", n) if segment.key is None else segment.key.interval
-    return SeenSegment(slice(columns.start - first, columns.stop - first), columns, size, name, mask, turn, angles, beyond)
+    return SeenSegment(
+        columns=slice(columns.start - first, columns.stop - first),
+        place=columns,
+        size=size,
+        name=("own", n) if segment.key is None else segment.key.interval,
+        mask=None if mask is None else by_key_head(mask, plan),
+        turn=turn,
+        angles=angles,
+        beyond=beyond,
+    )

@@ -43,7 +43,7 @@ class Metadata:
         self.made: dict[tuple[int | None, bool], list[tuple[Batch, Tensor]]] = {}
 
     def batches(self, window: int | None, paged: bool) -> list[tuple[Batch, Tensor]]:
-        """For layers with this sliding window; made once a step.
+        """The batches for layers with this sliding window, made once a step.
 
         Args:
             paged: with the pages of a request's whole text, int32 (requests, n), in place of the slots of what it sees.
@@ -53,7 +53,7 @@ class Metadata:
         return self.made[window, paged]
 
     def longest(self, batch: Batch) -> int:
-        """The length of its longest text."""
+        """The length of a batch's longest text."""
         return max(self.lengths[request] for request in batch.requests)
 
     def _make(self, window: int | None, paged: bool) -> Iterator[tuple[Batch, Tensor]]:
