@@ -80,11 +80,11 @@ class ForwardContext:
         (near, few), (position, tokens) = method.limits, self.longest
         return position < near and tokens <= few
 
-    def note(self, behind: Numbering, tokens: Numbering, sees_cache: bool) -> None:
+    def note(self, first: Numbering, tokens: Numbering, sees_cache: bool) -> None:
         """Take note of how the tokens under one of its masks are numbered.
 
         Args:
-            behind: the numbering of the tokens that come first behind cached keys.
+            first: the numbering of the tokens that come first behind cached keys.
             tokens: the numbering of all tokens.
             sees_cache: whether any token sees cached keys.
 
@@ -92,7 +92,7 @@ class ForwardContext:
             ValueError: the cached keys were numbered otherwise.
         """
         known = record_of(self.cache).get("numbering", _ANY) if sees_cache and self.cache is not None else _ANY
-        if sees_cache and not any(_both(known, behind)):
+        if sees_cache and not any(_both(known, first)):
             raise ValueError(_OTHERWISE)
         self.after = _both(_both(known, tokens), self.after or _ANY)
 

@@ -282,27 +282,33 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
     warn_of_lost_softcap(view.layers)
     if not _LOADED.get():
         announce_running(view)
-    ours = any(is_longattn_name(get_implementation(c)) for c in (self.config, language_config(self.config)))
-    if (section := self.config.longattn) and not ours:
-        if not is_whole(section):  # parameters as they are typed, not what a checkpoint saved
-            raise ValueError(
-                f"longattn={section} needs the name of its method beside it: attn_implementation="
-                f"{section.get('name', 'scale_invariant')!r}" + ("" if "name" in section else ", or whichever it is")
-            )
-        runs = get_implementation(language_config(self.config))
-        if runs in SERVED:
-            return  # `engines.vllm` puts it in
-        if runs is not None and runs.removeprefix("paged|") not in STOCK:
-            raise ValueError(
-                f"the checkpoint (or the config) was made under {LongAttnConfig.parse(section).name}, and attn_implementation="
-                f"{runs!r} would run it without: a trainer asks so for an attention of its own, and what it trains would run "
-                "under the method again wherever it is loaded. Turn that off (of TRL's AsyncGRPO the tree attention), or save "
-                "the model without its method first: hf_longattn.remove(model), model.save_pretrained(...)"
-            )
-        warn(
-            f"config.longattn is set, but the model runs {runs!r}, without the "
-            'method: pass attn_implementation="longattn" to use it',
+    if not any(is_longattn_name(get_implementation(c)) for c in (self.config, language_config(self.config))):
+        _check_unused_section(self.config)
+
+
+def _check_unused_section(config: PreTrainedConfig) -> None:
+    """Raise, or warn, where a config describes a method and does not name it."""
+    if not (section := config.longattn):
+        return
+    if not is_whole(section):  # parameters as they are typed, not what a checkpoint saved
+        raise ValueError(
+            f"longattn={section} needs the name of its method beside it: attn_implementation="
+            f"{section.get('name', 'scale_invariant')!r}" + ("" if "name" in section else ", or whichever it is")
         )
+    runs = get_implementation(language_config(config))
+    if runs in SERVED:
+        return  # `engines.vllm` puts it in
+    if runs is not None and runs.removeprefix("paged|") not in STOCK:
+        raise ValueError(
+            f"the checkpoint (or the config) was made under {LongAttnConfig.parse(section).name}, and attn_implementation="
+            f"{runs!r} would run it without: a trainer asks so for an attention of its own, and what it trains would run "
+            "under the method again wherever it is loaded. Turn that off (of TRL's AsyncGRPO the tree attention), or save "
+            "the model without its method first: hf_longattn.remove(model), model.save_pretrained(...)"
+        )
+    warn(
+        f"config.longattn is set, but the model runs {runs!r}, without the "
+        'method: pass attn_implementation="longattn" to use it',
+    )
 
 
 def _replacement(model: PreTrainedModel, implementation: Any) -> LongAttnConfig | str | None:

@@ -130,12 +130,12 @@ def _unscaled(config: Any) -> Trained:
 
 def _scaled(config: Any, kind: str, rope: Mapping[str, Any], most: int, train_length: int | None) -> Trained:
     """YaRN or linear scaling, each trained in or put in afterwards."""
-    whole = rope is not config.rope_parameters  # settings for each layer type are an architecture's own
+    by_layer_type = rope is not config.rope_parameters  # settings for each layer type are an architecture's own
     original, factor = rope.get(ORIGINAL) or (most if kind == "yarn" else None), rope.get("factor")
     if original is None:  # linear scaling alone
         found = _unscaled(config)
         # Vicuna 16k: 4,096, 4, and 16,384
-        known = whole or (factor and most in {n * factor for n in _published_lengths(config).values()})
+        known = by_layer_type or (factor and most in {n * factor for n in _published_lengths(config).values()})
         taken = None if known else f"rope_type {kind!r} is taken for trained in, its length for max_position_embeddings"
         return Trained(
             found.length, f"{found.reason}; rope_type {kind!r} is trained in", taken, not train_length or train_length >= most
@@ -154,6 +154,6 @@ def _scaled(config: Any, kind: str, rope: Mapping[str, Any], most: int, train_le
         return Trained(original, why, rotation_is_own=False)
     why = f"max_position_embeddings, factor {factor:g} x {original:,}: {kind} is trained in"
     exact = abs(most / reach - 1) <= ABOUT
-    if exact and (whole or set(rope) - BARE):
+    if exact and (by_layer_type or set(rope) - BARE):
         return Trained(most, why)
     return Trained(most, why, f"{kind} is taken for trained in, because max_position_embeddings is {most:,}")

@@ -370,7 +370,8 @@ def test_grids_of_large_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     call = KernelCall(x, x, x, rows, LogitSpec(0.7), with_lse=True)
     out, lse, entropy = triton._forward(call)
     triton.gradients(call, out, None, None, out, lse, entropy)
-    programs.scores(x[:, :, :1], x, [programs.DeviceSegment(rows.int32_index(CPU), *[None] * 5)], call.spec, 0.7, None, False, None)
+    segment = programs.DeviceSegment(rows.int32_index(CPU), *[None] * 5)
+    programs.scores(x[:, :, :1], x, [segment], call.spec, 0.7, None, False, None)
     programs.turned(x, *[torch.empty(1, 3, 1, 8)] * 2, (0, 8, False), None)
     programs.join(out, lse, out, lse)
     assert len(grids) == 7
