@@ -32,10 +32,10 @@ class Call:
         sink_logits: (heads,), the model's learned sinks: exp(sink) is one more term in the denominator of every softmax,
             beside that of a method; no method acts on it.
         backend: "auto" takes `config.backend`; any other name stands in its place.
-        tables: where tables are kept for the next call, a model's own; default a cache that all calls without one share.
+        tables: the cache that keeps tables for the next call, a model's own; None: one that all calls without it share.
         strength: the logit map's, in place of the config's: a number that a compiled graph reads when it runs.
-        method_id: an object that stands for config, rotation and backend: the same where all are equal, and quicker to
-            compare. None: they themselves are compared, and no rotated keys are kept.
+        method_id: stands for config, rotation and backend: one object where all three are equal, which is quicker to compare.
+            None: they themselves are compared, and no rotated keys are kept.
         keep: finds the rotated keys that an earlier token left (see `rotated_keys`); None: none are kept.
     """
 

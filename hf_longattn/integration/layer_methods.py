@@ -19,7 +19,7 @@ from .model_facts import facts_of, num_heads
 from .names import is_longattn_name, name_for, parsed_config, refuse_taken, short
 from .parameters import attach_learned_parts
 from .passes import hook_passes
-from .saved_method import by_number, refuse_kind
+from .saved_method import differs_by_layer, refuse_kind
 from .shared import outermost, refuse_shared, track_model
 from .state import AttentionState, LayerMethod, is_settled, method_of, set_method
 from .verify import rotary_of, verify_rotations
@@ -104,7 +104,7 @@ def settle(view: View) -> None:
     known = set() if view.state is None else {*view.state.layers}
     methods = [(x, method) for x in view.candidates if (method := method_of(x.module)) is not None]
     moved = known != {x.index for x in view.candidates} or any(method.index != x.index for x, method in methods)
-    if moved and by_number(config):
+    if moved and differs_by_layer(config):
         raise ValueError(
             f"{config.name} is not the same in all layers of {view.name}, and some of these were copied, moved, dropped or "
             "renumbered since it was put in: which of them is to run what is not known. Say it for the layers as they are "
@@ -123,7 +123,7 @@ def renew(state: AttentionState, model: nn.Module) -> None:
 def _refuse_numbers(view: View, config: LongAttnConfig) -> None:
     """Raise where a config goes by the layers' numbers, and a layer's number is not its place, as it is once loaded."""
     odd = [x for x in view.candidates if len(x.places) == 1 and x.index != x.places[0]]
-    if odd and by_number(config):
+    if odd and differs_by_layer(config):
         says = ", ".join(f"{x.name} says {x.index}" for x in odd[:3])
         raise ValueError(
             f"{config.name} is not the same in all layers of {view.name}, whose numbers (layer_idx) are not their places: "

@@ -20,7 +20,7 @@ from .internals import frame_above, get_implementation
 from .layers import View
 from .names import refuse_taken
 from .rotated_key_cache import drop_other_keys
-from .shared import model_of, refuse_abroad
+from .shared import model_of, refuse_stray_layer
 from .state import AttentionState, LayerMethod, method_of
 from .token_axes import COMPILED, check_token_axes, find_token_axes
 from .verify import check_reached, verify_at_first_call
@@ -87,7 +87,7 @@ def find_pass(
         raise RuntimeError(_RECOMPUTED)
     if forward_pass is None:  # a layer by itself, or one that is compiled by itself
         if not traced:
-            refuse_abroad(module, method)
+            refuse_stray_layer(module, method)
         return forward_pass, method, _given_outside() if traced and handed is None else handed
     # a layer knows better which axis is the text's, and DeepSpeed hands it the positions of a whole sequence
     given = forward_pass.positions

@@ -32,7 +32,7 @@ from .offload import keep_learned, refuse_to_save
 from .parameters import initialise
 from .patch import Patch
 from .resume import train
-from .saved_method import by_number
+from .saved_method import differs_by_layer
 from .shared import own_configs
 from .token_axes import carry_token_axes
 
@@ -262,7 +262,7 @@ def _leave_drafts_alone(model: PreTrainedModel) -> None:
     method = raw_section(model.config)
     if "num_mtp_layers" not in vars(model) or not isinstance(method, LongAttnConfig):
         return
-    if by_number(method) or method.remap is not None:
+    if differs_by_layer(method) or method.remap is not None:
         set_implementation(model.config, own_implementation(model.config))
         model.config.longattn = None
 

@@ -51,7 +51,7 @@ def refuse_other_attention(model: nn.Module, folder: Path, scheduled: Collection
 
 
 def _saved(folder: Path) -> Iterator[tuple[Path, LongAttnConfig | None, dict[str, Any] | None]]:
-    """Return the attention and rotary settings in a checkpoint's configs; None where they do not say."""
+    """The configs in a checkpoint, each with its method and rotary settings; None where it does not say."""
     for file in sorted((*folder.glob("config.json"), *folder.glob(ADAPTER_FILE), *folder.glob(f"*/{ADAPTER_FILE}"))):
         saved = saved_in(file)
         yield file, method_in(saved), saved.get("text_config", saved).get("rope_parameters")

@@ -94,7 +94,7 @@ def record_in_adapters(view: View, runs: LongAttnConfig | None) -> None:
         record(adapter, model, runs)
 
 
-def by_number(config: LongAttnConfig) -> bool:
+def differs_by_layer(config: LongAttnConfig) -> bool:
     """Tell whether a config differs between layers, by their numbers."""
     nests = (getattr(m, name) for m in config.methods for name in (*m.by_head, *m.by_layer))
     return len(config.each) > 1 or not isinstance(config.layers, str) or any(isinstance(x, tuple) for x in nests)
@@ -125,7 +125,7 @@ def refuse_kind(adapter: Any, method: LongAttnConfig) -> None:
     """Raise ValueError for an adapter that no method goes with, or that copies layers that a method tells apart by number."""
     if (why := _REFUSED_KINDS.get(adapter.peft_type)) is not None:
         why = why.format(method.name)
-    elif getattr(adapter, "layer_replication", None) is not None and by_number(method):
+    elif getattr(adapter, "layer_replication", None) is not None and differs_by_layer(method):
         why = f"layer_replication copies and renumbers layers, and {method.name} is not the same in all of them"
     else:
         return

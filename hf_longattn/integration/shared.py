@@ -39,7 +39,7 @@ def model_of(state: AttentionState) -> nn.Module | None:
     return next((m for m in models if state_of(m) is state), None)
 
 
-def refuse_abroad(module: nn.Module, method: LayerMethod) -> None:
+def refuse_stray_layer(module: nn.Module, method: LayerMethod) -> None:
     """Raise ValueError for a layer, called in no pass, that was copied or taken out of the model that its method is from."""
     whole = model_of(method.state) if method.state.passes else None
     if method.state.orphaned or (whole is not None and module not in modules_of(whole)):
