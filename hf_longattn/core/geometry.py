@@ -24,7 +24,7 @@ from .tracing import assert_later, readable, sent
 
 
 class RowBounds(NamedTuple):
-    """What `AttentionLayout.index` says of each row: tensors (batch or 1, q_len), or numbers drawn from them."""
+    """The columns of `AttentionLayout.index`: tensors (batch or 1, q_len), or numbers drawn from them."""
 
     query: Any  # the row's own cache index
     key_start: Any  # the cache index of key 0
@@ -43,7 +43,7 @@ FAR = 1 << 32
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayout:
-    """For every query row, the interval of cache indices that it sees.
+    """The rows of a pass: for every query the interval of cache indices that it sees.
 
     Args:
         index: int64 (batch or 1, q_len, 5), see `RowBounds`: key_start is the same in every row; high < low: fully masked.

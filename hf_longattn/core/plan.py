@@ -155,7 +155,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AttentionPlan:
-    """What all layers compute whose calls share rows, config, rotation and shapes; kernels read it when they are chosen.
+    """The computation of all layers whose calls share rows, config, rotation and shapes; kernels read it when they are chosen.
 
     Args:
         query, key, value: (batch, heads, q_len, head_dim), and (batch, kv_heads, kv_len, ...) twice.
@@ -238,10 +238,6 @@ class AttentionPlan:
     def in_segments(self) -> bool:
         """True if a method shows keys in segments."""
         return "positions" in self.names or "visibility" in self.names
-
-    def factor(self, learned: Learned) -> float | Tensor | None:
-        """See `row_factor`."""
-        return row_factor(self.by_length, self.query.device, self.wide, learned)
 
 
 def row_factor(by_length: Tensor | None, device: torch.device, dtype: torch.dtype, learned: Learned) -> float | Tensor | None:

@@ -81,7 +81,7 @@ _MADE_OF: MutableMapping[Tensor, dict[Hashable, Tensor]] = WeakTensorKeyDictiona
 
 
 def made_of(table: Tensor, name: Hashable, build: Callable[[], Tensor]) -> Tensor:
-    """What build() made of this table before, kept under a name; else made now. Freed with the table, whose bytes it adds to.
+    """A tensor derived from a table by build(), kept under a name: freed with the table, and counted among its cache's bytes.
 
     While a CUDA graph is captured nothing new is kept: outside of the graph it would hold no values.
     """

@@ -1,4 +1,4 @@
-"""What a config object keeps of a method: its record, and what `config.longattn` shows of it."""
+"""The record of a method that a config object keeps, and what `config.longattn` shows of it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Before(NamedTuple):
 
 
 class ConfigRecord(NamedTuple):
-    """What is kept of a method with a config object.
+    """The record of a method, kept with a config object.
 
     Args:
         section: what `config.longattn` shows: the `LongAttnConfig` that a model runs, or what a user wrote.

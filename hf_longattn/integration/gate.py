@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, ref
 
 @dataclass(eq=False)
 class Gate:
-    """What keeps the changes of a model and its forward passes apart: passes begin, and changes are made, under one lock.
+    """The gate between a model's changes and its forward passes: passes begin, and changes are made, under one lock.
 
     Args:
         lock: held by a pass as it begins, and by a change to its end. Nests.

@@ -54,13 +54,13 @@ class Layer:
 
     @property
     def index(self) -> int:
-        """Its number; of modules that do not know theirs (Zamba, Zamba 2) the one in the name."""
+        """The layer's number; of modules that do not know theirs (Zamba, Zamba 2) the one in the name."""
         own = self.module.layer_idx
         return own if own is not None and own >= 0 else next(iter(self.places))
 
     @property
     def places(self) -> list[int]:
-        """The numbers in its name."""
+        """The numbers in the module's name."""
         return [int(part) for part in self.name.split(".") if part.isdigit()]
 
     @property
@@ -94,7 +94,7 @@ class Layer:
 
     @property
     def kind(self) -> str:
-        """What it sees: "full", "window", or a layer type that stands for neither; a window that hides nothing is none."""
+        """What the layer sees: "full", "window", or a type that stands for neither; a window that hides nothing is none."""
         if self.windowed:
             return "window" if window_hides(self.config) else "full"
         return "full" if self.type is None else _KINDS.get(self.type, self.type)

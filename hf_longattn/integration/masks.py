@@ -405,7 +405,7 @@ def _before_windows(seen: Tensor, q_offset: int | Tensor) -> Tensor:
 
 
 def _sequence_starts(ids: Tensor) -> Tensor:
-    """For each cache index of a packed row, (batch, length), the one where its document starts."""
+    """The cache index where the document of each token starts, (batch, length), of packed text."""
     cache_index = torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)
     new = torch.ones_like(ids, dtype=torch.bool)
     new[:, 1:] = ids[:, 1:] != ids[:, :-1]

@@ -54,7 +54,7 @@ def announce_running(view: View) -> None:
 
 
 def trained_at(model: Any, length: int) -> None:
-    """As `announce`, for good: the model was trained at that length, and has no method that could be taken out."""
+    """`announce` for good: the model was trained at that length, and has no method that could be taken out."""
     announce(view := View(model), length)
     for c in _configs(view):
         vars(c).pop(KEPT, None)

@@ -260,7 +260,7 @@ def warn_untrained(view: View, runs: LongAttnConfig | None, known: LongAttnConfi
 
 @contextmanager
 def no_untrained_warning() -> Iterator[None]:
-    """For callers that train or measure a method, or put back one that was trained: no `UntrainedWarning`."""
+    """While open, give no `UntrainedWarning`: for callers that train or measure a method, or put back a trained one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UntrainedWarning)
         yield

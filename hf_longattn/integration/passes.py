@@ -109,7 +109,7 @@ def _given_outside() -> Tensor | None:
 
 
 def hook_passes(view: View, state: AttentionState, renew: Renew) -> None:
-    """From now on each forward pass knows what it was given, and runs what the model does as it begins."""
+    """Let each forward pass from now on know what it was given, and run what the model runs as it begins."""
     state.remapped = any(method.rotary is not None for method in view.layer_methods)
     if not state.passes:
         inner = view.inner  # which may be called without the others

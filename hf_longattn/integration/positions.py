@@ -271,7 +271,7 @@ def _resolve(
 
 
 def _decoding(parsed: ParsedMask, p: Tensor, forward_pass: ForwardContext | None) -> tuple[Numbering, Numbering, bool] | None:
-    """What `_resolve` returns behind the rows, of calls of one token, in few steps; None: they are to be looked at closer.
+    """Return in few steps what `_resolve` returns behind the rows, for calls of one token; None: look at the call closer.
 
     Args:
         p: the positions of the tokens, int64 (batch or 1, 1).

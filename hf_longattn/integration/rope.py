@@ -221,7 +221,7 @@ def _turns(rotary: nn.Module) -> dict[str, Any]:
 
 
 def _equal(now: Any, fresh: Any) -> bool:
-    """Up to the rounding of a model that is, or once was, in half precision."""
+    """Compare, up to the rounding of a model that is, or once was, in half precision."""
     if not isinstance(now, Tensor):
         return bool(now == fresh)
     return now.shape == fresh.shape and torch.allclose(now.float(), fresh.float(), rtol=1e-2, atol=1e-6)

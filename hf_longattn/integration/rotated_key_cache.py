@@ -65,7 +65,7 @@ class LayerKeys:
 
 
 def drop_other_keys(kept: dict[int, LayerKeys], cache: Cache) -> None:
-    """As a forward pass begins, drop what was made of keys that the cache holds no longer.
+    """Drop what was made of keys that the cache holds no longer, as a forward pass begins.
 
     Args:
         kept: by the number of the layer.

@@ -83,7 +83,7 @@ class RotarySource:
         return Rotation(inv_freq, convention.interleaved, convention.first, self.axis)
 
     def turns_by(self, axis: tuple[int, ...]) -> None:
-        """From now on rotations know by which axis each pair turns."""
+        """Set the axis by which each pair turns, for all rotations from now on."""
         self.axis, self._seen = axis, None
 
 

@@ -52,7 +52,7 @@ def method_in(saved: Mapping[str, Any]) -> LongAttnConfig | None:
 
 
 def computed(config: LongAttnConfig | None, scheduled: Collection[str] = ()) -> dict[str, Any] | None:
-    """What a config computes, as a dict to compare with another's; None: no method.
+    """The part of a config that decides what is computed, as a dict to compare with another's; None: no method.
 
     Args:
         scheduled: parameters that a run sets before each step, and which may therefore differ.

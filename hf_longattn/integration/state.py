@@ -49,7 +49,7 @@ TABLE_BYTES = 2 << 30
 
 
 class Disabled(NamedTuple):
-    """What a model without its adapters gave up.
+    """The settings that `changes.disable` took from a model, and `enable` gives back.
 
     Args:
         implementations: the attention of each config.

@@ -62,7 +62,7 @@ def check_rotation(name: str, facts: ModelFacts, stack: bool) -> None:
 
 
 class KeyIntervals(Method, ABC):
-    """Which earlier keys a query sees, and at which distances the rotary encoding shows them: both by intervals of keys.
+    """A method that says by intervals of keys which ones a query sees, and at which distances the rotary encoding shows them.
 
     Two slots are made of this: `positions` changes distances, `visibility` hides keys and may change distances too.
     """
@@ -203,7 +203,7 @@ class Positions(KeyIntervals):
 
 
 class Visibility(KeyIntervals):
-    """Which of the earlier keys a query sees."""
+    """A method that hides some of the earlier keys from a query."""
 
     slot: ClassVar[str] = "visibility"
 
@@ -338,7 +338,7 @@ class LogitMap(Method, ABC):
     sink_tokens: int = 0
     """The first keys of each sequence that the map leaves alone."""
     blends: ClassVar[bool] = False
-    """Whether the map has a strength, so that `tables` can be asked for another one."""
+    """True if the map has a strength, so that `tables` can be asked for another one."""
 
     @property
     def needs_training(self) -> bool:
@@ -420,7 +420,7 @@ class OutputNorm(Method, ABC):
         """Output (batch, heads, q_len, head_dim), normalised; `affine` is the learned part, if any; then come `constants`."""
 
     def constants(self, like: Tensor) -> tuple[Tensor, ...]:
-        """What `normalise` takes beside, in the dtype and on the device of `like`: sent once, not at every token."""
+        """Further arguments of `normalise`, in the dtype and on the device of `like`: sent once, not at every token."""
         return ()
 
     def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:

@@ -253,7 +253,7 @@ def _computed(
 
 
 def _blind(lse: Tensor, query: Tensor) -> Tensor:
-    """Which rows see nothing."""
+    """Mark rows that see no key, by their logsumexp, bool like it."""
     return lse < sdpa.hidden_logit(query.dtype) / 2
 
 

@@ -1,4 +1,4 @@
-"""Which precision a device multiplies fast."""
+"""The precisions that a device multiplies fast."""
 
 from __future__ import annotations
 

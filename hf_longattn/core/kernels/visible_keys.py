@@ -63,7 +63,7 @@ class VisibleKeys:
         return torch.cat([x[..., segment.columns] for segment in self.segments], -1) if self.gaps else x
 
     def turns(self, scaling: float | None) -> Turns | None:
-        """What turns queries, multiplied by scaling if that is given; None: nothing does."""
+        """The `Turns` of queries, multiplied by scaling if that is given; None: nothing turns them."""
         each = [segment.turn for segment in self.segments]
         if all(turn is None for turn in each):
             return None

@@ -14,6 +14,7 @@ from ...core.kernels import tiled
 from ...core.kernels.by_segment import BySegment
 from ...core.kernels.kernel import MASK_VALUE, KernelCall, entropy
 from ...core.lower import lower
+from ...core.plan import row_factor
 from ...slots.base import EntropyTemperature
 
 #: Logits held at a time, over batch, heads, query rows and keys; a few tensors of this size exist at once.
@@ -51,7 +52,8 @@ def blocks(call: Call, chosen: Tensor | None = None) -> Iterator[Block]:
     config, rows, kv_len = call.config, call.rows.on(call.query.device), call.key.shape[2]
     batch, heads = call.query.shape[:2]
     plan = lower(call)
-    factor, sinks = plan.factor(call.learned), plan.sinks(call.query, call.learned, call.sink_logits)
+    factor = row_factor(plan.by_length, plan.query.device, plan.wide, call.learned)
+    sinks = plan.sinks(call.query, call.learned, call.sink_logits)
     calls = BySegment(plan, tiled.run, wide=True).calls(call.query, call.key, call.value, factor)
     if chosen is None:
         chosen = torch.arange(rows.index.shape[1], device=rows.index.device)
