@@ -79,7 +79,7 @@ def find_pass(
         raise ValueError(_REPLACED)
     if (
         forward_pass is not None
-        and forward_pass.frame is None
+        and forward_pass.frame is None  # it has ended: a backward pass computes the layer again
         and not traced
         and method.index >= 0
         and method.whole_config != forward_pass.whole_config
@@ -88,7 +88,7 @@ def find_pass(
     if forward_pass is None:  # a layer by itself, or one that is compiled by itself
         if not traced:
             refuse_stray_layer(module, method)
-        return forward_pass, method, _given_outside() if traced and handed is None else handed
+        return None, method, _given_outside() if traced and handed is None else handed
     # a layer knows better which axis is the text's, and DeepSpeed hands it the positions of a whole sequence
     given = forward_pass.positions
     if given is None or (handed is not None and (given.ndim != 2 or given.shape[-1] != handed.shape[-1])):
