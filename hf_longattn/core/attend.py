@@ -81,8 +81,8 @@ def attention(
         ids = check_positions(position_ids, query, key).to(device)
         rows = rows.at(ids, ids)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    model: dict[str, Any] = {"rotation": rotation, "sink_logits": sink_logits}
-    return attend(Call(query, key, value, config, rows, scaling, backend=backend, **model))
+    call = Call(query, key, value, config, rows, scaling, backend=backend, rotation=rotation, sink_logits=sink_logits)
+    return attend(call)
 
 
 def _check_config(config: LongAttnConfig) -> None:

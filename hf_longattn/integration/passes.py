@@ -105,6 +105,7 @@ def _verified(module: Any, method: LayerMethod) -> LayerMethod | None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _given_outside() -> Tensor | None:
+    """The position_ids of the pass around a layer that is compiled by itself, read outside of its graph."""
     return None if (forward_pass := current_pass()) is None else forward_pass.positions
 
 

@@ -49,7 +49,7 @@ class BySegment:
     ) -> None:
         rows, device = plan.rows, plan.query.device
         self.kv_len, self.spec, self.dropout, self.rotation = plan.kv_len, plan.logits, plan.dropout, plan.rotation
-        self.run, self.joined, self.tempered, self.product = run, joined, tempered, product
+        self.run, self.joined = run, joined
         folds = plan.fold is not None or plan.by_length is not None or plan.temper is not None
         self.fold, self.temper = plan.fold, plan.temper
         if plan.cosine is not None and plan.keepable:
@@ -71,14 +71,13 @@ class BySegment:
                 j = _at(rows.key_places(self.kv_len), keys_at)
                 by_key = (*key.kept_angles(j, plan.tables, device), keys_at)
             self.segments.append((own.on(device), by_query, by_key))
-        if self.temper is not None:
-            alone = len(self.segments) == 1
-            #: whether `product` computes it: logits are scaling q . k over a causal triangle
-            self.takes_product = alone and plan.asked == "auto" and self.spec.gain is None and not self.spec.softcap
-            self.takes_product = self.takes_product and self.segments[0][0].causal_columns is not None
-            # a CPU's fused kernel runs twice, for the entropies and for the output, in less time than a row is gone over again
-            twice = self.takes_product and device.type == "cpu"
-            self.at_once = alone and tempered is not None and not (twice or plan.trains) and plan.keepable
+        alone = self.temper is not None and len(self.segments) == 1
+        products = alone and plan.asked == "auto" and self.spec.gain is None and not self.spec.softcap
+        products = products and self.segments[0][0].causal_columns is not None
+        # a CPU's fused kernel runs twice, for the entropies and for the output, in less time than a row is gone over again
+        at_once = alone and not (products and device.type == "cpu") and not plan.trains and plan.keepable
+        #: the arguments of these names where they compute this plan; else None
+        self.product, self.tempered = product if products else None, tempered if at_once else None
 
     def __call__(
         self,
@@ -92,11 +91,11 @@ class BySegment:
         calls, run, joined, wide = self.calls(query, key, value, factor), self.run, self.joined, self.runs_wide
         joins = len(calls) > 1 or sinks is not None
         if self.temper is not None:
-            if self.tempered is not None and self.at_once and sinks is None:
+            if self.tempered is not None and sinks is None:
                 return self.tempered(calls[0], self.temper)
             by_entropy = self.temper(self._entropies(calls))
             calls = [_tempered(call, by_entropy) for call in calls]
-            if self.product is not None and self.takes_product and sinks is None:
+            if self.product is not None and sinks is None:
                 run, joined, wide = self.product, None, False
         if joined is not None and readable(query):
             return joined(calls, sinks)
