@@ -314,8 +314,8 @@ class AttentionLayout:
             return (self.query_ids[:, which, None] - self.key_ids[:, None, :kv_len]).abs()
         return (self.bounds.query[:, which, None] - self.key_indices(kv_len)).abs()
 
-    def tokens(self, kv_len: int) -> Tensor:
-        """bool (batch or 1, q_len), False where the row is padding: that does not see itself."""
+    def real_rows(self, kv_len: int) -> Tensor:
+        """bool (batch or 1, q_len), False where the row is padding, which does not see itself."""
         own, key_start, _, low, high = self.bounds
         real = (low <= own) & (own <= high)
         if self.allowed is not None:

@@ -74,7 +74,7 @@ def measure(model: nn.Module, batches: Batches, sink_tokens: int = 1) -> Measure
         output = attend(own) if call.config.methods else output
         logits.setdefault(layer.index, Sums(options)).add(own, output)
         total = outputs.setdefault(layer.index, {})
-        for name, x in _output_sums(output, call.rows.on(output.device).tokens(call.key.shape[2])).items():
+        for name, x in _output_sums(output, call.rows.on(output.device).real_rows(call.key.shape[2])).items():
             total[name] = total.get(name, 0) + x
 
     with observe(model, seen) as layers:

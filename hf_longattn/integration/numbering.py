@@ -49,7 +49,7 @@ class Numbered:
         self.position = own_positions(parsed, position_ids).expand(batch, -1)
         self.cache_index, _, self.start, _, _ = RowBounds(*index.unbind(-1))
         #: whether a query is no padding, which may be at any position; (batch, 1), whether all queries are
-        self.real = rows.tokens(kv_len).expand(batch, -1)
+        self.real = rows.real_rows(kv_len).expand(batch, -1)
         self.all_padding = ~self.real.any(-1, keepdim=True)
         #: the positions of all tokens of the call, (batch, tokens), and the cache index of the first, (batch, 1)
         self.tokens, self.first = position_ids.to(index.device).expand(batch, -1), first.expand(batch, -1)

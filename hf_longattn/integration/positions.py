@@ -206,7 +206,7 @@ def _continued(parsed: ParsedMask, position_ids: Tensor, kv_len: int, forward_pa
     by_index, by_start, _ = numbering
     query, key_start, start, _, _ = rows.bounds
     begins = record_of(forward_pass.cache).get("ones") is not None or bool((start >= parsed.first).any())
-    if begins or not bool(rows.tokens(kv_len).all()):
+    if begins or not bool(rows.real_rows(kv_len).all()):
         return None
     if counted is None or by_index or by_start:
         return query if by_index else query - start
@@ -324,7 +324,7 @@ def refuse_unknown_start(config: LongAttnConfig, rows: AttentionLayout, position
     from_cache = torch.ones_like(start, dtype=torch.bool)
     if position_ids is not None:  # of one axis or several
         from_cache = (position_ids[..., -start.shape[1] :] == cache_index).reshape(-1, *start.shape).all(0)
-    late = from_cache & (start > 0) & rows.tokens(int(cache_index.max()) + 1)
+    late = from_cache & (start > 0) & rows.real_rows(int(cache_index.max()) + 1)
     moves = (start != start[:, -1:]) | (cache_index.shape[1] == 1)  # padding stays where it is, a window goes on
     if bool((late & moves).any()):
         raise ValueError(

@@ -124,7 +124,7 @@ def by_axis(parsed: ParsedMask, rows: AttentionLayout, forward_pass: ForwardCont
 
     query = at(index.query) - at(index.start)[:1]
     key = at(rows.key_indices(kv_len)[:, 0]) - at(rows.key_starts(kv_len))[:1]
-    if bool(((query < 0).any(0) & rows.tokens(kv_len)).any()):
+    if bool(((query < 0).any(0) & rows.real_rows(kv_len)).any()):
         raise ValueError(_BEFORE)
     return rows.by_axis(query.clamp(min=0), key.clamp(min=0))
 

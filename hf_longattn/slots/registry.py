@@ -120,8 +120,9 @@ def register(method: M) -> M:
             `distance`. The class is named.
     """
     _check(method)
-    for hear in LISTENERS if method.name not in list_methods() else ():
-        hear(method.name)
+    if method.name not in list_methods():
+        for hear in LISTENERS:
+            hear(method.name)
     _loaded[method.name] = method
     return method
 

@@ -89,7 +89,7 @@ class Sums:
         device = call.query.device
         rows = call.rows.on(wide_device(device))
         position = rows.bounds.query - rows.bounds.start + 1
-        real = rows.tokens(call.key.shape[2])
+        real = rows.real_rows(call.key.shape[2])
         group = (torch.frexp(position.double()).exponent - 1).clamp(0, GROUPS - 1)
         groups = (group[..., None] == torch.arange(GROUPS, device=group.device)) & real[..., None]
         if "outputs" in self.options.groups:
