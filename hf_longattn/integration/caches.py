@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 from torch import Tensor
 from transformers import Cache
@@ -17,8 +17,22 @@ CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters e
 PAGES = CACHE == "cache"
 
 
-#: The ways in which positions may have counted in all calls: by cache index, from the start of the text, by visible tokens.
+#: Which ways of numbering fit the positions of some tokens: by cache index, from the start of the text, by visible tokens.
 Numbering: TypeAlias = tuple[bool, bool, bool]
+
+
+class CallNumbering(NamedTuple):
+    """The numbering of the tokens of a call.
+
+    Args:
+        first: that of the tokens which come first behind cached keys.
+        tokens: that of all tokens.
+        sees_cache: whether any token sees cached keys.
+    """
+
+    first: Numbering
+    tokens: Numbering
+    sees_cache: bool
 
 
 class CacheRecord(TypedDict, total=False):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from ..config import LongAttnConfig
-from .caches import Numbering, record_of
+from .caches import CallNumbering, Numbering, record_of
 from .internals import frame_above, is_running
 from .state import AttentionState, LayerMethod
 
@@ -80,21 +80,16 @@ class ForwardContext:
         (near, few), (position, tokens) = method.limits, self.longest
         return position < near and tokens <= few
 
-    def note(self, first: Numbering, tokens: Numbering, sees_cache: bool) -> None:
-        """Take note of how the tokens under one of its masks are numbered.
-
-        Args:
-            first: the numbering of the tokens that come first behind cached keys.
-            tokens: the numbering of all tokens.
-            sees_cache: whether any token sees cached keys.
+    def note(self, call: CallNumbering) -> None:
+        """Take note of how the tokens under one of the pass's masks are numbered.
 
         Raises:
             ValueError: the cached keys were numbered otherwise.
         """
-        known = record_of(self.cache).get("numbering", _ANY) if sees_cache and self.cache is not None else _ANY
-        if sees_cache and not any(_both(known, first)):
+        known = record_of(self.cache).get("numbering", _ANY) if call.sees_cache and self.cache is not None else _ANY
+        if call.sees_cache and not any(_both(known, call.first)):
             raise ValueError(_OTHERWISE)
-        self.after = _both(_both(known, tokens), self.after or _ANY)
+        self.after = _both(_both(known, call.tokens), self.after or _ANY)
 
 
 def _both(one: Numbering, other: Numbering) -> Numbering:

@@ -23,7 +23,7 @@ from ..config import LongAttnConfig
 from ..core.geometry import FAR, AttentionLayout
 from ..core.kernels.kernel import FEW_QUERIES
 from ..core.tracing import assert_later, readable, sent
-from .caches import Numbering, record_of
+from .caches import CallNumbering, Numbering, record_of
 from .forward_context import ForwardContext, LayerCall
 from .masks import (
     BOTH_WAYS,
@@ -160,9 +160,11 @@ def _with_positions(parsed: ParsedMask, layer_call: LayerCall, own_mask: bool = 
     position_ids = one_axis(parsed, position_ids, kv_len, remapped)
     if not readable(parsed.rows.index):
         return _traced(parsed, position_ids, kv_len)
-    rows, first, tokens, sees_cache = _resolve(parsed, position_ids, kv_len, forward_pass)
+    rows, numbering = _resolve(parsed, position_ids, kv_len, forward_pass)
+    if own_mask and not any(numbering.tokens):
+        numbering = numbering._replace(tokens=numbering.first)
     if forward_pass is not None:
-        forward_pass.note(first, first if own_mask and not any(tokens) else tokens, sees_cache)
+        forward_pass.note(numbering)
     return rows if several is None else by_axis(parsed, rows, several, kv_len)
 
 
@@ -215,7 +217,7 @@ def _continued(parsed: ParsedMask, position_ids: Tensor, kv_len: int, forward_pa
 
 def _from_zero(parsed: ParsedMask, position_ids: Tensor, forward_pass: ForwardContext | None) -> Tensor:
     """The position_ids, but those of texts that begin behind an empty prompt, which generate() counts from 1, less 1."""
-    held, ones = _from_one(parsed, forward_pass)
+    held, ones = _held_and_ones(parsed, forward_pass)
     if forward_pass is None or not held:
         return position_ids
     at = parsed.rows.bounds
@@ -228,7 +230,7 @@ def _from_zero(parsed: ParsedMask, position_ids: Tensor, forward_pass: ForwardCo
     return position_ids - (at.start[:, -1:] >= ones).to(position_ids.device, position_ids.dtype)
 
 
-def _from_one(parsed: ParsedMask, forward_pass: ForwardContext | None) -> tuple[int, int | None]:
+def _held_and_ones(parsed: ParsedMask, forward_pass: ForwardContext | None) -> tuple[int, int | None]:
     """Return the number of tokens that a pass's cache held as it began, and from which on texts count from 1, if any do."""
     if forward_pass is None or forward_pass.cache is None:
         return 0, None
@@ -239,24 +241,23 @@ def _from_one(parsed: ParsedMask, forward_pass: ForwardContext | None) -> tuple[
 
 def _resolve(
     parsed: ParsedMask, position_ids: Tensor, kv_len: int, forward_pass: ForwardContext | None
-) -> tuple[AttentionLayout, Numbering, Numbering, bool]:
-    """The rows with the call's positions; then what `ForwardContext.note` takes: the numbering of the tokens that come first
-    behind cached keys, that of all tokens, and whether any sees cached keys.
+) -> tuple[AttentionLayout, CallNumbering]:
+    """The rows with the call's positions, and the numbering of its tokens.
 
     Raises:
         ValueError: the positions have no meaning, or those of cached keys are unknown.
     """
     rows = parsed.rows
     one = rows.index.shape[1] == 1 and rows.allowed is None and not _several_processes()
-    if one and (numbered := _decoding(parsed, own_positions(parsed, position_ids), forward_pass)) is not None:
-        return rows, *numbered
+    if one and (numbering := _decoding(parsed, own_positions(parsed, position_ids), forward_pass)) is not None:
+        return rows, numbering
     call = Numbered(parsed, _from_zero(parsed, position_ids, forward_pass), kv_len)
     is_next = call.is_next
     new_document = (call.position.diff() > 1) & is_next & ~call.is_same_text if rows.allowed is None else is_next[:, :0]
     unsplit = call.sees_cache | call.by_index | call.by_start | call.by_count | call.all_padding | (not _several_processes())
-    usual = call.regular.all() & unsplit.all() & ~new_document.any()  # read from the device at once, with what is noted
-    numbering = *call.numbering_of_first, *call.numbering
-    usual, sees_cache, *found = torch.stack([usual, call.sees_cache.any(), *numbering]).tolist()
+    usual = call.regular.all() & unsplit.all() & ~new_document.any()
+    facts = torch.stack([usual, call.sees_cache.any(), *call.numbering_of_first, *call.numbering])
+    usual, sees_cache, *found = facts.tolist()  # at once, since this may wait for a device
     if not usual:
         if bool(new_document.any()):
             raise ValueError(_JUMP)
@@ -267,18 +268,19 @@ def _resolve(
         rows = call.explicit()
         if bool(_goes_back(call, rows, kv_len).any()):
             raise ValueError(_RESET)
-    return rows, cast("Numbering", tuple(found[:3])), cast("Numbering", tuple(found[3:])), sees_cache
+    first, tokens = (cast("Numbering", tuple(three)) for three in (found[:3], found[3:]))
+    return rows, CallNumbering(first, tokens, sees_cache)
 
 
-def _decoding(parsed: ParsedMask, p: Tensor, forward_pass: ForwardContext | None) -> tuple[Numbering, Numbering, bool] | None:
-    """Return in few steps what `_resolve` returns behind the rows, for calls of one token; None: look at the call closer.
+def _decoding(parsed: ParsedMask, p: Tensor, forward_pass: ForwardContext | None) -> CallNumbering | None:
+    """Find the numbering of a call of one token in few steps; None: look at the call closer.
 
     Args:
         p: the positions of the tokens, int64 (batch or 1, 1).
     """
     index, batch = parsed.rows.index, max(len(parsed.rows.index), len(p))
     read = torch.cat([index[:, 0].expand(batch, -1), p.expand(batch, -1)], -1).tolist()
-    held, ones = _from_one(parsed, forward_pass)
+    held, ones = _held_and_ones(parsed, forward_pass)
     if held and ones is None:
         ones = next((own for own, _, start, low, _, at in read if at == 1 and own == start == low >= held), None)
     if forward_pass is not None:
@@ -291,7 +293,8 @@ def _decoding(parsed: ParsedMask, p: Tensor, forward_pass: ForwardContext | None
         return None
     by_index, by_start, alone = (all(one[n] for one in real) for n in range(3))
     behind_index, behind_start = (all(one[n] or one[2] for one in real) for n in range(2))
-    return (behind_index, behind_start, behind_start), (by_index, by_start, by_start), not alone
+    first, tokens = (behind_index, behind_start, behind_start), (by_index, by_start, by_start)
+    return CallNumbering(first, tokens, sees_cache=not alone)
 
 
 def _goes_back(call: Numbered, out: AttentionLayout, kv_len: int) -> Tensor:

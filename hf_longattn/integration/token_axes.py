@@ -11,7 +11,7 @@ from transformers import Cache
 
 from ..core.geometry import AttentionLayout
 from ..core.tracing import assert_later, readable
-from .caches import Numbering, record_of
+from .caches import CallNumbering, Numbering, record_of
 from .forward_context import ForwardContext
 from .internals import is_compiled, modules_of
 from .masks import ParsedMask
@@ -139,7 +139,8 @@ def _of_text(parsed: ParsedMask, forward_pass: ForwardContext, kv_len: int, held
         return call.keys[None, :, :0]
     if not bool(call.known.all()) or bool((call.keys[:, 0] != 0).any()):
         raise ValueError(UNKNOWN)
-    forward_pass.note(cast("Numbering", tuple(torch.stack(call.numbering_of_first).tolist())), (True, True, True), True)
+    first = cast("Numbering", tuple(torch.stack(call.numbering_of_first).tolist()))
+    forward_pass.note(CallNumbering(first, (True, True, True), sees_cache=True))
     return call.cached[None, :, :held].clamp(min=0)
 
 
