@@ -83,9 +83,9 @@ def check_token_axes(forward_pass: ForwardContext, state: AttentionState, model:
     changed = [method for method in methods if method.rotary is not None and not forward_pass.unchanged(method)]
     for method in changed:
         remap = None if method.config is None else method.config.remap
-        if remap is not None and remap.why_one_axis is not None:
+        if remap is not None and remap.why_not_by_axis is not None:
             near, position = method.limits[0], forward_pass.longest[0]
-            raise ValueError(_UNDEFINED.format(name=remap.name, why=remap.why_one_axis, near=near, position=position))
+            raise ValueError(_UNDEFINED.format(name=remap.name, why=remap.why_not_by_axis, near=near, position=position))
     if changed and any(map(is_compiled, modules_of(model))):
         raise NotImplementedError(COMPILED)
     sources = [method.rotary for method in changed if method.rotary is not None]

@@ -31,7 +31,7 @@ class DualChunk(Positions):
     summary: ClassVar[str] = "distances inside chunks"
     paper: ClassVar[str] = "An et al. 2024, Training-Free Long-Context Scaling of Large Language Models, arXiv:2402.17463"
 
-    why_one_axis: ClassVar[str | None] = (
+    why_not_by_axis: ClassVar[str | None] = (
         "it counts from 0 in each chunk, and a picture may begin in one and reach into the next"
     )
 

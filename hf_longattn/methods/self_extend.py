@@ -27,7 +27,7 @@ class SelfExtend(Window, Positions):
     name: ClassVar[str] = "self_extend"
     summary: ClassVar[str] = "distances beyond w count in groups of tokens"
     paper: ClassVar[str] = "Jin et al. 2024, LLM Maybe LongLM: Self-Extend LLM Context Window Without Tuning, arXiv:2401.01325"
-    share: ClassVar[int] = 8
+    default_divisor: ClassVar[int] = 8
 
     window: int | None = None
     group: int = 4

@@ -23,7 +23,7 @@ class Windowed(Window, Visibility):
     name: ClassVar[str] = "windowed"
     summary: ClassVar[str] = "the last w keys"
     paper: ClassVar[str] = "Li et al. 2025, Information Entropy Invariance, arXiv:2501.08570"
-    whole: ClassVar[bool] = True
+    may_be_whole: ClassVar[bool] = True
 
     window: int | None = None
 
@@ -51,7 +51,7 @@ class Streaming(Window, Visibility):
     name: ClassVar[str] = "streaming"
     summary: ClassVar[str] = "the first 4 keys and the last w"
     paper: ClassVar[str] = "Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks, arXiv:2309.17453"
-    whole: ClassVar[bool] = True
+    may_be_whole: ClassVar[bool] = True
 
     window: int | None = None
     sinks: int = 4
@@ -98,7 +98,7 @@ class LmInfinite(Streaming):
     name: ClassVar[str] = "lm_infinite"
     summary: ClassVar[str] = "the first 5 keys and the last w, no distance beyond w"
     paper: ClassVar[str] = "Han et al. 2024, LM-Infinite, arXiv:2308.16137"
-    share: ClassVar[int] = 1
+    default_divisor: ClassVar[int] = 1
 
     sinks: int = 5
 

@@ -87,7 +87,7 @@ class KeyIntervals(Method, ABC):
         return inv_freq, 1.0
 
     #: Why distances are not defined for tokens at several positions each (M-RoPE), in words; None: they are, by the intervals.
-    why_one_axis: ClassVar[str | None] = None
+    why_not_by_axis: ClassVar[str | None] = None
     #: True if distances may be changed in a model that scales them already.
     stack: bool = False
 
@@ -167,10 +167,10 @@ class Window(KeyIntervals):
     """A method that changes only keys that are `window` tokens away and farther, `window` being a field of it."""
 
     window: int | None
-    #: By default the window is the trained length divided by this.
-    share: ClassVar[int] = 2
-    #: True if it may be all of the trained length.
-    whole: ClassVar[bool] = False
+    #: The default window is the trained length divided by this.
+    default_divisor: ClassVar[int] = 2
+    #: True if the window may be as long as the trained length.
+    may_be_whole: ClassVar[bool] = False
 
     def validate(self) -> None:
         require_at_least(1, window=self.window)
@@ -180,10 +180,10 @@ class Window(KeyIntervals):
         if self.window is None:
             if length is None:
                 raise ValueError(f"{self.name} needs window: the model's config names no maximum length")
-            return dataclasses.replace(bound, window=max(length // self.share, 1))  # type: ignore[call-arg]
-        if length is not None and self.window >= length + self.whole:
+            return dataclasses.replace(bound, window=max(length // self.default_divisor, 1))  # type: ignore[call-arg]
+        if length is not None and (self.window > length or (self.window == length and not self.may_be_whole)):
             raise ValueError(
-                f"window {self.window} must be {'at most' if self.whole else 'below'} the trained length {length}: "
+                f"window {self.window} must be {'at most' if self.may_be_whole else 'below'} the trained length {length}: "
                 "beyond it are the distances that the model does not know"
             )
         return bound
