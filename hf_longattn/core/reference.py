@@ -145,7 +145,7 @@ def remapped_scores(query: Tensor, key: Tensor, rotation: Rotation, distances: R
     if rescaled is not None:
         shown, factor = spectrum(frequencies)
     for f, frequency in enumerate(frequencies):
-        a = 0 if len(distance) == 1 else rotation.axes[f]
+        a = 0 if len(distance) == 1 else rotation.known_axis[f]
         angle = (distance[a] - true[a, :, None]) * frequency
         if rescaled is not None:
             angle = angle + rescaled[:, None] * distance[a] * (shown[f] - frequency)

@@ -52,7 +52,7 @@ class Rotation:
         return self.join(-second, first, torch.zeros_like(rest))
 
     @property
-    def axes(self) -> tuple[int, ...]:
+    def known_axis(self) -> tuple[int, ...]:
         """`axis`; ValueError where it is not known."""
         if self.axis is None:
             raise ValueError("tokens with several positions each need Rotation(axis=), the axis that turns each pair")
@@ -154,7 +154,7 @@ class RotationDelta(NamedTuple):
 
         cos, sin = tables.get((self.known_rotation, name, length, device, version(self.known_rotation.inv_freq)), build_all)
         if position.ndim > 2:
-            which = sent(torch.tensor(self.known_rotation.axes, device="cpu"), device)
+            which = sent(torch.tensor(self.known_rotation.known_axis, device="cpu"), device)
             which = which.expand(1, *position.shape[1:], *cos.shape[1:])
             position = sent(position, device)
             return cos[position].gather(0, which)[0], sin[position].gather(0, which)[0]
@@ -176,7 +176,7 @@ class RotationDelta(NamedTuple):
         position = position.to(wide_device(device))
         frequency = inv_freq.to(position.device, torch.promote_types(inv_freq.dtype, torch.float32))
         if several := position.ndim > 2:
-            position = position[list(self.known_rotation.axes)].movedim(0, -1)
+            position = position[list(self.known_rotation.known_axis)].movedim(0, -1)
         old = ((position if several else position[..., None]).to(frequency.dtype) * frequency).double()
         new = self.remap(position).double()
         new = new[..., None] if new.ndim == position.ndim else new
