@@ -142,6 +142,10 @@ class RotationDelta(NamedTuple):
         tables: TableCache,
         device: torch.device,
     ) -> Angles:
+        """build(position), looked up in a table of all positions to beyond the largest, which is kept under a name.
+
+        Built as it is where nothing may be kept, or the table would be long and few of its positions are asked for.
+        """
         if not keepable(position):
             return build(sent(position, device))
         length = 1 << max(10, int(position.max()).bit_length())
@@ -167,8 +171,8 @@ class RotationDelta(NamedTuple):
     def angles(self, position: Tensor) -> Angles:
         """cos and sin of the angle from position to remap(position): (..., key heads or 1, pairs), in inv_freq's dtype.
 
-        Positions (axes, batch or 1, n) have one for each pair. With a spectrum the latter is at its frequencies, and both are
-        multiplied by its factor.
+        Of positions (axes, batch or 1, n) each pair takes its own axis. With a spectrum the angle to remap(position) is at the
+        spectrum's frequencies, and cos and sin are multiplied by its factor.
         """
         # The old angle is rounded as the model rounded it, so that undoing it is exact; then nothing more is lost.
         # Models take frequencies that are in half precision (model.half()) to float32 before they multiply
