@@ -134,11 +134,15 @@ class Segment(NamedTuple):
         return copy.narrowed(self.first, self.last)
 
     def visible_columns(self, kv_len: int) -> tuple[slice | None, Tensor | None]:
-        """The columns, from the first to the last, of keys that some row sees, and bool (batch or 1, heads or 1, q_len,
-        columns), which of them each row sees. No columns: no row sees any; no mask: every row sees all of them.
+        """Find the keys that some row sees.
+
+        Returns:
+            their columns, from the first to the last; None: no row sees any.
+            which of these each row sees, bool (batch or 1, heads or 1, q_len, columns); None: every row sees all of them.
         """
         rows = self.all_rows
         if rows.allowed is None and rows.key_ids is None and rows.key_axes is None and rows.index.shape[:2] == (1, 1):
+            # one row, as in decoding, read once
             _, key_start, start, low, high = rows.index[0, 0].tolist()
             low = low if self.first is None else max(low, start + int(self.first))
             high = high if self.last is None else min(high, start + int(self.last))
