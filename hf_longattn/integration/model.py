@@ -248,10 +248,11 @@ def warn_untrained(view: View, runs: LongAttnConfig | None, known: LongAttnConfi
     untrained = [[m for m in (c.methods if c else ()) if m.needs_training] for c in (known, runs)]
     kinds = set(map(type, untrained[0]))
     if names := [m.name for m in untrained[1] if type(m) not in kinds]:
-        measured = {"scale_invariant", "output_standardise", "output_layer_norm"} & set(names)
+        measured = {"scale_invariant", "output_standardise", "output_layer_norm"}.intersection(names)
+        calibrate = ", set it by hf_longattn.calibrate" if measured else ""
         warn(
             f"{' and '.join(names)}: these weights were not trained under it, and have higher losses until they are. Train "
-            f"them (hf-longattn train){', set it by hf_longattn.calibrate' * bool(measured)}, or take "
+            f"them (hf-longattn train){calibrate}, or take "
             "hf_longattn.extend to read longer texts without training. To silence this: "
             'warnings.filterwarnings("ignore", category=hf_longattn.UntrainedWarning)',
             UntrainedWarning,
@@ -295,8 +296,10 @@ class Description:
 
     def __str__(self) -> str:
         head = f"{self.model}: {self.config.name if self.config else 'no hf_longattn method'}"
-        head += f", {self.trained}" * (self.trained is not None)
-        head += f"; the model's own temperature: {self.own_temperature}" * (self.own_temperature is not None)
+        if self.trained is not None:
+            head += f", {self.trained}"
+        if self.own_temperature is not None:
+            head += f"; the model's own temperature: {self.own_temperature}"
         rows = []
         for what, alike in itertools.groupby(self.rows, key=lambda row: row[1:]):
             names = [name for name, *_ in alike]
@@ -345,6 +348,6 @@ def _turns_keys(config: LongAttnConfig) -> bool:
 
 def _runs(config: Any) -> str:
     known = before(config)
-    if known is None:
+    if known is None or known.base == known.implementation:
         return f"runs {base_implementation(config)}"
-    return f"runs {known.base}" + f" in place of {known.implementation}" * (known.base != known.implementation)
+    return f"runs {known.base} in place of {known.implementation}"

@@ -302,7 +302,7 @@ def meant(name: str) -> str:
             f"model.set_attn_implementation({name!r}) asks for this one; "
         )
     if name.lower() in ROPES:
-        beyond = ", and the method yarn_beyond is YaRN beyond the trained length alone" * (name.lower() == "yarn")
+        beyond = ", and the method yarn_beyond is YaRN beyond the trained length alone" if name.lower() == "yarn" else ""
         return (
             f"{name.lower()} is a position encoding: hf_longattn.rope.{name.lower()}(config, ...) before the model is loaded, "
             f"@{name.lower()} in a setting (rope= in a recipe){beyond}; "
