@@ -86,7 +86,7 @@ def attention(
 
 
 def _check_config(config: LongAttnConfig) -> None:
-    """Raise TypeError for what is no config, as a name, which says nothing of parameters; ValueError for one with parts."""
+    """Raise TypeError for what is no config (a name says nothing of parameters), and ValueError for one that has parts."""
     if not isinstance(config, LongAttnConfig):
         raise TypeError(
             f"attention takes a LongAttnConfig, got {config!r}: LongAttnConfig.preset({str(config)!r}, ...) makes one"

@@ -193,7 +193,7 @@ class AttentionLayout:
 
     @property
     def causal_columns(self) -> slice | None:
-        """The columns of the keys if the rows are a causal triangle over them: as many rows, or one that sees all.
+        """The columns of keys over which the rows are a causal triangle: as many rows as columns, or one that sees all.
 
         None for anything else, and where nothing may be read.
         """

@@ -71,7 +71,7 @@ def lower(call: Call) -> AttentionPlan:
 
 
 def segments(call: Call) -> list[Segment]:
-    """The segments that a call's config makes of its rows: each is an interval of every method, and may hold no key."""
+    """The segments that a call's config makes of its rows: each lies in one interval of every method, and may hold no key."""
     if not (methods := call.config.key_intervals):
         return [Segment(call.rows, ())]
     i = call.rows.query_positions()

@@ -58,7 +58,7 @@ def own_implementation(config: Any) -> str:
 
 
 def base_implementation(config: Any) -> str:
-    """Return the attention of layers that a method leaves alone: sdpa or eager, which can read our mask made into theirs.
+    """Return the attention of layers that a method leaves alone: sdpa or eager, into whose masks ours can be turned.
 
     The mask function and the attention function both ask here.
     """

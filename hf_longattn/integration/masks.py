@@ -156,7 +156,7 @@ def layout_mask(
         arguments = asked._asdict() | more
         for name in ("q_offset", "kv_offset"):
             if isinstance(offset := arguments[name], Tensor):
-                arguments[name] = offset.clone()  # static caches count on in it
+                arguments[name] = offset.clone()  # a static cache counts on in its own
         host = made.detach() if made.device.type == "cpu" else None  # what keeps its own mask would outlive it
         context = MaskContext(BaseAttention(own_implementation(config), arguments), host=host)
         layout = layout if host is None else _numbered(layout, context)

@@ -16,7 +16,7 @@ from ..slots.base import EntropyTemperature
 from ..slots.method import require_in
 
 PUBLISHED = (-0.037, 0.481, -2.3, 4.917, -1.791)
-#: The entropies that lower and higher ones are held at before the polynomial; None: those are not held.
+#: The lowest and the highest entropy that the polynomial is given, at which others are held; None: they are not.
 ActiveRange: TypeAlias = tuple[float | None, float | None]
 
 

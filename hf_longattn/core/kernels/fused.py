@@ -253,7 +253,7 @@ def _computed(
 
 
 def _blind(lse: Tensor, query: Tensor) -> Tensor:
-    """Mark rows that see no key, by their logsumexp, bool like it."""
+    """Mark the rows that see no key, by their logsumexp: bool, of its shape."""
     return lse < sdpa.hidden_logit(query.dtype) / 2
 
 
