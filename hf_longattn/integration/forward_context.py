@@ -27,6 +27,24 @@ _ANY: Numbering = (True, True, True)
 
 
 @dataclass(eq=False)
+class TokenAxes:
+    """The positions of tokens that have several each (M-RoPE), in a pass under a remap.
+
+    Args:
+        tokens: those of the call's tokens, int64 (axes, batch or 1, q_len).
+        keys: those of the cached keys, (axes, batch, keys), and from the first layer on of all keys; None: the cached keys are
+            those of a text without pictures, or there are none.
+        last: the largest position on the first axis.
+        count: the number of tokens, cached ones too.
+    """
+
+    tokens: Tensor
+    keys: Tensor | None
+    last: int
+    count: int
+
+
+@dataclass(eq=False)
 class ForwardContext:
     """One forward pass.
 
@@ -40,10 +58,7 @@ class ForwardContext:
         frame: the Python frame that runs the pass; None after its end.
         whole_config: what the model ran as the pass began.
         probed: methods that modules run in place of their own, where rotations are verified.
-        axes: under a remap, the call's positions if tokens or cached keys have several each (M-RoPE): int64
-            (axes, batch or 1, q_len); None: one each.
-        of_keys: with `axes`, the positions of the cached keys, (axes, batch, keys), and, from the first layer on, of all keys.
-        longest: with `axes`, the largest position on the first axis, and the number of tokens.
+        axes: under a remap, the positions of tokens if these or cached keys have several each; None: one each.
     """
 
     outer: ForwardContext | None
@@ -55,9 +70,7 @@ class ForwardContext:
     frame: FrameType | None = None
     whole_config: LongAttnConfig | None = None
     probed: Mapping[nn.Module, LayerMethod] | None = None
-    axes: Tensor | None = None
-    of_keys: Tensor | None = None
-    longest: tuple[int, int] = (0, 0)
+    axes: TokenAxes | None = None
     ones: int | None = None  # see `CacheRecord`
     after: Numbering | None = None  # the numbering of the keys in the cache after the pass
     kept: dict[Any, Any] = field(default_factory=dict)  # facts that `engines` keep for all layers
@@ -77,8 +90,9 @@ class ForwardContext:
 
     def unchanged(self, method: LayerMethod) -> bool:
         """Tell whether, in a pass with `axes`, a layer computes the same as without its method."""
-        (near, few), (position, tokens) = method.limits, self.longest
-        return position < near and tokens <= few
+        assert self.axes is not None
+        near, few = method.limits
+        return self.axes.last < near and self.axes.count <= few
 
     def note(self, call: CallNumbering) -> None:
         """Take note of how the tokens under one of the pass's masks are numbered.

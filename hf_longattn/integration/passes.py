@@ -191,8 +191,8 @@ def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:
     cache = cache_in(values_of(output))  # None where the pass failed
     if cache is not None and forward_pass.after is not None:
         record_of(cache).update({"numbering": forward_pass.after, "ones": forward_pass.ones})
-    if cache is not None and forward_pass.axes is not None and forward_pass.of_keys is not None:
-        record_of(cache)["axes"] = forward_pass.of_keys
+    if cache is not None and forward_pass.axes is not None and forward_pass.axes.keys is not None:
+        record_of(cache)["axes"] = forward_pass.axes.keys
     forward_pass.frame = forward_pass.cache = forward_pass.outer = None  # masks know the pass, and may outlive it
     forward_pass.layouts.clear()
     if output is not None and forward_pass.probed is None and state.disabled is None:

@@ -12,7 +12,7 @@ from transformers import Cache
 from ..core.geometry import AttentionLayout
 from ..core.tracing import assert_later, readable
 from .caches import CallNumbering, Numbering, record_of
-from .forward_context import ForwardContext
+from .forward_context import ForwardContext, TokenAxes
 from .internals import is_compiled, modules_of
 from .masks import ParsedMask
 from .numbering import UNKNOWN, Numbered
@@ -64,16 +64,15 @@ def find_token_axes(forward_pass: ForwardContext, remapped: bool) -> None:
     if positions is None:
         raise ValueError(_SAY)
     own = (positions if positions.ndim > 2 else positions[None])[-3:]  # of four the first numbers the text
-    forward_pass.axes, forward_pass.of_keys = own.expand(3, -1, -1), known
-    forward_pass.longest = int(own[0].max()), held + own.shape[-1]
+    forward_pass.axes = axes = TokenAxes(own.expand(3, -1, -1), known, int(own[0].max()), held + own.shape[-1])
     if known is not None and held:
         if bool((own[0, :, 0] > known.amax((0, 2)).to(own.device) + 1).any()):  # keys were thrown away
             raise ValueError(_ENDS)
-        forward_pass.longest = max(forward_pass.longest[0], int(known[0].max())), forward_pass.longest[1]
+        axes.last = max(axes.last, int(known[0].max()))
 
 
 def check_token_axes(forward_pass: ForwardContext, state: AttentionState, model: Any) -> None:
-    """Before a pass whose tokens are at several positions each: whether what a method changes in it is defined, and known.
+    """Check, before a pass whose tokens are at several positions each, that what a method changes in it is defined, and known.
 
     Raises:
         ValueError: a remap is not defined for such tokens, or how the model turns them is not understood.
@@ -84,8 +83,9 @@ def check_token_axes(forward_pass: ForwardContext, state: AttentionState, model:
     for method in changed:
         remap = None if method.config is None else method.config.remap
         if remap is not None and remap.why_not_by_axis is not None:
-            near, position = method.limits[0], forward_pass.longest[0]
-            raise ValueError(_UNDEFINED.format(name=remap.name, why=remap.why_not_by_axis, near=near, position=position))
+            assert forward_pass.axes is not None
+            near, last = method.limits[0], forward_pass.axes.last
+            raise ValueError(_UNDEFINED.format(name=remap.name, why=remap.why_not_by_axis, near=near, position=last))
     if changed and any(map(is_compiled, modules_of(model))):
         raise NotImplementedError(COMPILED)
     sources = [method.rotary for method in changed if method.rotary is not None]
@@ -107,15 +107,14 @@ def carry_token_axes(original: Callable[..., Any], self: Cache, *args: Any, **kw
 
 def by_axis(parsed: ParsedMask, rows: AttentionLayout, forward_pass: ForwardContext, kv_len: int) -> AttentionLayout:
     """The rows of a text with pictures, whose tokens are at several positions each; those of cached keys the pass knows."""
-    assert forward_pass.axes is not None
-    held = forward_pass.longest[1] - forward_pass.axes.shape[2]
-    if forward_pass.of_keys is None or forward_pass.of_keys.shape[2] == held:
-        known = _of_text(parsed, forward_pass, kv_len, held) if forward_pass.of_keys is None else forward_pass.of_keys
-        batch = max(known.shape[1], forward_pass.axes.shape[1])
-        forward_pass.of_keys = torch.cat(
-            [x.expand(3, batch, -1).to(forward_pass.axes.device) for x in (known, forward_pass.axes)], -1
-        )
-    whole, index = forward_pass.of_keys.to(rows.index.device), rows.bounds
+    axes = forward_pass.axes
+    assert axes is not None
+    held = axes.count - axes.tokens.shape[2]
+    if axes.keys is None or axes.keys.shape[2] == held:
+        known = _of_text(parsed, forward_pass, kv_len, held) if axes.keys is None else axes.keys
+        batch = max(known.shape[1], axes.tokens.shape[1])
+        axes.keys = torch.cat([x.expand(3, batch, -1).to(axes.tokens.device) for x in (known, axes.tokens)], -1)
+    whole, index = axes.keys.to(rows.index.device), rows.bounds
     batch = max(whole.shape[1], len(rows.index))
 
     def at(which: Tensor) -> Tensor:  # (batch or 1, n)
@@ -132,7 +131,7 @@ def by_axis(parsed: ParsedMask, rows: AttentionLayout, forward_pass: ForwardCont
 def _of_text(parsed: ParsedMask, forward_pass: ForwardContext, kv_len: int, held: int) -> Tensor:
     """Return the positions of a text's cached keys before its first picture, (1, batch, keys)."""
     assert forward_pass.axes is not None
-    call = Numbered(parsed, forward_pass.axes[0], kv_len)
+    call = Numbered(parsed, forward_pass.axes.tokens[0], kv_len)
     if bool((parsed.first != held).any()):
         raise ValueError(UNKNOWN)
     if not held:
