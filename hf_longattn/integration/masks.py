@@ -338,18 +338,7 @@ def read_own_mask(mask: Tensor, q_len: int, kv_len: int) -> ParsedMask:
     Raises:
         ValueError: it is no mask of visible and hidden keys, or its tokens are not the last keys.
     """
-    if mask.dtype != torch.bool:
-        if not mask.dtype.is_floating_point:
-            raise ValueError(
-                f"a 4-D attention mask must be bool (True: visible) or float (0: visible), got {mask.dtype}: pass mask.bool()"
-            )
-        visible, hidden = mask == 0, mask <= torch.finfo(mask.dtype).min / 2
-        if not bool((visible | hidden).all()):
-            raise ValueError(
-                "a 4-D float mask must hold 0 (visible) and the dtype's minimum or -inf; biases are not supported"
-            )
-        mask = visible
-    mask = mask[..., :kv_len]
+    mask = _as_bool(mask)[..., :kv_len]
     visible = mask.any(1)
     # The user's own 4-D mask says nothing about cache indices: the call's tokens must be the last keys.
     sees_itself = visible.diagonal(kv_len - q_len, dim1=1, dim2=2)
@@ -368,6 +357,20 @@ def read_own_mask(mask: Tensor, q_len: int, kv_len: int) -> ParsedMask:
     bounds = bounds._replace(start=start, high=torch.full_like(bounds.high, kv_len - 1))
     counted = _ranks(visible) if kv_len > q_len else None
     return ParsedMask(AttentionLayout(bounds.stacked(), mask), counted, bounds.query[:, :1])
+
+
+def _as_bool(mask: Tensor) -> Tensor:
+    """A user's own 4-D mask as bool, True = visible; ValueError unless it is one of visible and hidden keys."""
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.dtype.is_floating_point:
+        raise ValueError(
+            f"a 4-D attention mask must be bool (True: visible) or float (0: visible), got {mask.dtype}: pass mask.bool()"
+        )
+    visible, hidden = mask == 0, mask <= torch.finfo(mask.dtype).min / 2
+    if not bool((visible | hidden).all()):
+        raise ValueError("a 4-D float mask must hold 0 (visible) and the dtype's minimum or -inf; biases are not supported")
+    return visible
 
 
 def _ranks(visible: Tensor) -> Tensor:
