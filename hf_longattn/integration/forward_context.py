@@ -103,7 +103,8 @@ class ForwardContext:
         known = record_of(self.cache).get("numbering", _ANY) if call.sees_cache and self.cache is not None else _ANY
         if call.sees_cache and not any(_both(known, call.first)):
             raise ValueError(_OTHERWISE)
-        self.after = _both(_both(known, call.tokens), self.after or _ANY)
+        after = _both(known, call.tokens)
+        self.after = after if self.after is None else _both(after, self.after)
 
 
 def _both(one: Numbering, other: Numbering) -> Numbering:
