@@ -9,10 +9,10 @@ from ..core.geometry import AttentionLayout, RowBounds
 from .masks import ParsedMask
 
 UNKNOWN = (
-    "position_ids do not continue where the KV cache ends: the positions of cached keys are unknown. They are known where "
-    "they count as cache indices do or, as generate() makes them, as attention_mask.cumsum(-1) - 1; otherwise pass all tokens "
-    "in one call. Or the cache holds more tokens than the prompt: crop it (cache.crop) before the call, or give the whole "
-    "text; this call has added to it, so fill a new one"
+    "position_ids do not continue where the KV cache ends, or do not start at 0: the positions of cached keys are unknown. "
+    "They are known where they count as cache indices do or, as generate() makes them, as attention_mask.cumsum(-1) - 1: let "
+    "a text start at 0, which changes no distance, or pass all tokens in one call. Or the cache holds more tokens than the "
+    "prompt: crop it (cache.crop) before the call, or give the whole text; this call has added to it, so fill a new one"
 )
 _AGAIN = (
     "position_ids start at 0 again behind the tokens in the KV cache, which would be read twice: pass the tokens that follow "

@@ -119,6 +119,15 @@ def test_where_a_text_starts_is_nothing_to_distances(case: str) -> None:
 
 
 @torch.no_grad()
+def test_a_text_that_starts_late_is_not_continued_and_told_to_start_at_0() -> None:
+    """Its positions do continue where the cache ends, so that alone is not the reason."""
+    m, ids, late = model("llama", CASES["rerope"]), tokens(2, LENGTH), torch.arange(40, 40 + LENGTH)[None]
+    cache = m(ids[:, :6], position_ids=late[:, :6], use_cache=True)[CACHE]
+    with pytest.raises(ValueError, match=r"do not start at 0: .* let a text start at 0, which changes no distance"):
+        m(ids[:, 6:], position_ids=late[:, 6:], **{CACHE: cache})
+
+
+@torch.no_grad()
 def test_a_jump_behind_cached_keys() -> None:
     """The cached ones counted as usual: their positions are known."""
     m, ids, positions = model("llama", CASES["rerope"]), tokens(2, LENGTH), jumping()
