@@ -306,6 +306,11 @@ def _check_method(recipe: Recipe) -> None:
         if attention is None or not hasattr(attention.logit_map, "strength"):
             raise ValueError(f"a strength schedule needs a method with a strength (scale_invariant), not {recipe.method}")
         _require_shares("strength", recipe.strength, "start", "end", "share")
+        if recipe.trainer.get("load_best_model_at_end"):
+            raise ValueError(
+                "trainer.load_best_model_at_end may take the weights of a step of less strength, which the model would then "
+                "run at strength.end: leave it out, or take strength=null"
+            )
     if recipe.calibrate and attention is None:
         raise ValueError("calibrate measures attention for a method, and none is given")
     if recipe.freeze and (attention is None or recipe.lora is not None):

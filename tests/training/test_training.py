@@ -886,6 +886,10 @@ REFUSED = {
     "it needs lora": ["distill.weight=0.5", "lora=null"],
     "take \\['lm_head'\\] out": ["distill.weight=0.5", "lora.targets=[q_proj,lm_head]"],
     "needs a method with a strength": ["strength.share=0.5", "method=alibi"],
+    "may take the weights of a step of less strength": [
+        *("strength.share=0.5", "method=scale_invariant"),
+        *("trainer.load_best_model_at_end=true", "trainer.eval_strategy=steps", "trainer.eval_steps=2"),
+    ],
     "must be a multiple of trainer.logging_steps": ["trainer.logging_steps=4", "trainer.save_steps=6"],
     "exclude each other": ["schedule.warmup=0.1", "trainer.warmup_steps=3"],
     "far is a number of tokens, or 0": ["evaluation.far=-1"],
