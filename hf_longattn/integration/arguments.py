@@ -49,6 +49,8 @@ def check_arguments(layer_call: LayerCall, harmless: frozenset[str]) -> None:
         )
     if more.get("is_causal") is False and not _says_that_a_mask_is_there(layer_call.module):
         raise ValueError(BOTH_WAYS.format("is_causal=False"))
+    if getattr(layer_call.module, "is_causal", True) is False:  # set since: sdpa reads it where it gets no mask
+        raise ValueError(BOTH_WAYS.format("is_causal=False on its attention layers"))
     if layer_call.sliding_window is not None and not layer_call.method.windowed:
         raise ValueError("this layer got a sliding window that its config does not announce: please report the model")
     if more.keys() <= harmless:

@@ -364,6 +364,16 @@ def test_bidirectional_models_are_refused(family: str) -> None:
         hf_longattn.apply(m, CONFIG)
 
 
+@pytest.mark.parametrize("name", ["rerope", "scale_invariant"])
+def test_layers_that_are_made_bidirectional_later_are_refused(name: str) -> None:
+    """sdpa reads their flag: short texts, which a remap leaves to it, were read in both directions, longer ones not."""
+    m = hf_longattn.apply(stock("llama"), name)
+    for layer in m.model.layers:
+        layer.self_attn.is_causal = False
+    with pytest.raises(ValueError, match=r"reads in both directions \(is_causal=False on its attention layers\)"):
+        m(tokens(1, 9))
+
+
 # calls that must be refused -----------------------------------------------------------------------------------------
 
 
