@@ -201,11 +201,12 @@ def _check_by_head(name: str, value: Any, facts: ModelFacts) -> None:
     """Raise ValueError unless a parameter is a number or a (layers, heads) nest of numbers."""
     if not isinstance(value, tuple):
         return
-    shape = (len(value), *{len(row) if isinstance(row, tuple) else -1 for row in value})
-    if shape != (facts.num_layers, facts.num_heads):
+    widths = {len(row) if isinstance(row, tuple) else 0 for row in value}
+    if (len(value), widths) != (facts.num_layers, {facts.num_heads}):
+        got = f"rows of length {sorted(widths)}" if 0 not in widths else "entries, some of which are single numbers"
         raise ValueError(
             f"{name} must be one number or one per layer and head, shape ({facts.num_layers}, {facts.num_heads}); got "
-            f"{len(value)} rows of length {sorted(set(shape[1:]))}"
+            f"{len(value)} {got}"
         )
 
 

@@ -83,6 +83,7 @@ def test_parameters_without_a_name_say_what_to_write(saved: Path) -> None:
             "train_length must be an integer or None",
         ),
         (lambda m: hf_longattn.apply(m, "logn", clamp="no"), ValueError, "clamp must be true or false, got 'no'"),
+        (lambda m: hf_longattn.apply(m, "attention_sink", logit=[0.1]), ValueError, "1 entries, some of which are single"),
         (lambda m: hf_longattn.apply(m, "scale_invariant", alpha=1.0), ValueError, "both alpha and beta"),
         (lambda m: hf_longattn.apply(m, "scale_invariant", tua=1.0), ValueError, "did you mean 'tau'?"),
         (lambda m: hf_longattn.apply(m, "logn", trainlength=9), ValueError, "did you mean 'train_length'?"),
