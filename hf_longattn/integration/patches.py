@@ -375,6 +375,13 @@ def _hash_module(original: Callable[..., str], module: nn.Module) -> str:
     return f"{original(module)} {running(base)} {rope.settings_of(base)}"
 
 
+def _flatten_to_context(original: Callable[..., Any], obj: Any, tensors: list[Any]) -> Any:
+    if isinstance(obj, Cache):
+        obj = copy.copy(obj)
+        vars(obj).pop("_longattn", None)
+    return original(obj, tensors)
+
+
 PATCHES = (
     Patch(
         PreTrainedConfig,
@@ -435,6 +442,13 @@ PATCHES = (
     ),
     Patch(Cache, "batch_repeat_interleave", carry_token_axes, "the positions of pictures are repeated with a cache's rows"),
     Patch(Cache, "batch_select_indices", carry_token_axes, "the positions of pictures are selected with a cache's rows"),
+    Patch(
+        "transformers.exporters.exporter_dynamo",
+        "_flatten_to_context",
+        _flatten_to_context,
+        "an exported step would take no cache but one with the record of the example's, which those of exported prompts lack",
+        optional=True,
+    ),
     Patch("transformers.trainer:Trainer", "train", train, "it would continue from weights of another attention"),
     Patch(
         "trl.trainer.utils",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from calls import inputs
 from cases import CASES, model_config
-from helpers import close, crossed, logits, stock, tokens
+from helpers import close, crossed, logits, model, python, stock, tokens
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -365,3 +366,46 @@ def test_onnx_runs_at_any_length_and_batch(tmp_path: Path) -> None:
         ids = tokens(batch, n, seed=n)
         for config, got, want in zip(IN_ONNX, session.run(None, {"ids": ids.numpy()}), m(ids), strict=True):
             close(torch.from_numpy(got), want, 1e-5, f"{config.name} {n}")
+
+
+@torch.no_grad()
+def test_exporters_see_no_record_on_a_cache() -> None:
+    """What a cache is, to transformers' exporters, are all of its attributes: a step would take none but the example's."""
+    exporter = pytest.importorskip("transformers.exporters.exporter_dynamo")
+    cache = model("llama", CASES["rerope"])(tokens(), use_cache=True)[CACHE]
+    bare = copy.deepcopy(cache)
+    del vars(bare)["_longattn"]
+    (tensors, seen), (_, want) = exporter._pytree_flatten(cache), exporter._pytree_flatten(bare)
+    assert seen == want
+    assert [id(x) for x in tensors] == [id(x) for layer in cache.layers for x in (layer.keys, layer.values)]
+    assert "numbering" in vars(cache)["_longattn"]
+
+
+EXPORTED = """
+    import hf_longattn, torch, transformers
+    from cases import CASES, model_config
+    from hf_longattn.integration.caches import CACHE
+    from transformers.exporters import DynamoConfig, DynamoExporter
+    from transformers.exporters.utils import decompose_for_generation
+
+    m = transformers.AutoModelForCausalLM.from_config(model_config("llama", num_hidden_layers=1)).eval()
+    hf_longattn.apply(m, CASES["infoscale"])
+    ids, inputs = torch.arange(1, 20)[None], lambda: {"input_ids": torch.arange(1, 19)[None]}
+    programs = DynamoExporter().export_for_generation(m, inputs(), DynamoConfig()).components
+    with torch.no_grad():
+        want = m(ids, use_cache=False).logits[:, -1]
+        empty = decompose_for_generation(m, inputs())["prefill"][1][CACHE]
+        prompt = {"input_ids": ids[:, :18], "position_ids": torch.arange(18)[None], CACHE: empty}
+        cache = programs["prefill"].program.module()(**prompt)[CACHE]
+        step = {"input_ids": ids[:, 18:], "position_ids": torch.arange(18, 19)[None], CACHE: cache}
+        got = programs["decode"].program.module()(**step).logits[:, -1]
+    print("differ by at most 1e-5:", bool((got - want).abs().max() < 1e-5))
+"""
+
+
+@pytest.mark.slow  # exports, and marks caches for torch in the whole process
+def test_an_exported_step_goes_on_from_an_exported_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers.exporters")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "kit"), prepend=os.pathsep)
+    done = python(EXPORTED)
+    assert "differ by at most 1e-5: True" in done.stdout, done.stderr
