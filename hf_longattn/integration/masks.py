@@ -412,4 +412,4 @@ def _sequence_starts(ids: Tensor) -> Tensor:
     cache_index = torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)
     new = torch.ones_like(ids, dtype=torch.bool)
     new[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    return torch.where(new, cache_index, 0).cummax(-1).values
+    return torch.where(new, cache_index, 0).cummax(-1)[0]

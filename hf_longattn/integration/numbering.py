@@ -145,12 +145,13 @@ class Numbered:
         start = self.origin.gather(1, row)
         keys = (keys - start).clamp(min=0)
         if self.rows.hides_tokens:  # hidden ones take the position before theirs: then they never fall
-            keys = keys.where(self.real, 0).cummax(-1).values
+            keys = keys.where(self.real, 0).cummax(-1)[0]
         return self.rows.at((self.position - self.origin).clamp(min=0), keys)
 
     @property
     def falls(self) -> Tensor:
         """True where a token of a call without a cache stands not after all visible ones before it, (batch, q_len)."""
         p = (self.position - self.origin).where(self.real, -1)
-        before = torch.nn.functional.pad(p.cummax(-1).values, (1, 0), value=-1)[:, : p.shape[1]]
+        # [0] is .values, and what transformers' exporters put in place of cummax has no names
+        before = torch.nn.functional.pad(p.cummax(-1)[0], (1, 0), value=-1)[:, : p.shape[1]]
         return (p <= before) & self.real

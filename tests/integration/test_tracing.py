@@ -409,3 +409,28 @@ def test_an_exported_step_goes_on_from_an_exported_prompt(monkeypatch: pytest.Mo
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "kit"), prepend=os.pathsep)
     done = python(EXPORTED)
     assert "differ by at most 1e-5: True" in done.stdout, done.stderr
+
+
+TO_ONNX = """
+    import hf_longattn, torch, transformers
+    from cases import CASES, model_config
+    from transformers.exporters import OnnxConfig, OnnxExporter
+
+    m = transformers.AutoModelForCausalLM.from_config(model_config("llama", num_hidden_layers=1)).eval()
+    hf_longattn.apply(m, CASES["rerope"], backend="reference")
+    ids = torch.arange(1, 25)[None]
+    mask = torch.ones_like(ids)
+    exported = OnnxExporter().export(m, {"input_ids": ids, "attention_mask": mask, "use_cache": False}, OnnxConfig())
+    got, want = exported(input_ids=ids, attention_mask=mask).logits, m(ids, use_cache=False).logits
+    print("differ by at most 1e-5:", bool((got - want).abs().max() < 1e-5))
+"""
+
+
+@pytest.mark.slow
+def test_the_reference_goes_through_transformers_exporter_to_onnx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It puts functions of its own in place of some of torch's, which give plain tuples."""
+    for package in ("transformers.exporters", "onnxruntime", "onnxscript"):
+        pytest.importorskip(package)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "kit"), prepend=os.pathsep)
+    done = python(TO_ONNX)
+    assert "differ by at most 1e-5: True" in done.stdout, done.stderr
