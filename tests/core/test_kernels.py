@@ -623,6 +623,24 @@ def test_a_score_whose_scaling_goes_by_the_keys_is_each_layer_s_own(backend: str
         close(*(attend(dataclasses.replace(call, backend=name)) for name in (backend, "reference")), 1e-10)
 
 
+class _ByDirection(Score):
+    """Queries times a factor that depends on where they point."""
+
+    name = "by_direction"
+
+    def fold(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float]:
+        return query * (1 + query[..., :1].sigmoid()), key, 0.7
+
+
+@pytest.mark.parametrize("q_len", [1, 29])
+@pytest.mark.parametrize("backend", ["auto", "tiled", "fused"])
+def test_a_score_sees_queries_before_a_remap_turns_them(backend: str, q_len: int) -> None:
+    config = dataclasses.replace(CASES["rerope"].for_layer(0), score=_ByDirection())
+    rows, layer = AttentionLayout.causal(q_len, 29, None, 0, torch.device("cpu")), inputs(h=HEADS, q=q_len, k=29)
+    call = Call(*layer, config, rows, 1.0, rotation=ROTATION, backend=backend)
+    close(attend(call), attend(dataclasses.replace(call, backend="reference")), 1e-10)
+
+
 def test_rows_lie_in_one_piece_where_they_are_moved() -> None:
     """A kernel would copy them in each layer."""
     rows = AttentionLayout.causal(5, 29, None, 0, torch.device("cpu"))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..geometry import AttentionLayout
-from ..plan import AttentionPlan
+from ..plan import AttentionPlan, LogitSpec
 from ..rotated_keys import Keep
 from ..tracing import readable, shareable
 from .kernel import MASK_VALUE, KernelCall, Result
@@ -109,19 +109,28 @@ class BySegment:
             query, key = query.to(self.wide), key.to(self.wide)
         if isinstance(factor, Tensor) and self.fold is None and not self.spec.softcap:
             query, factor = _scaled(query, factor), None  # once for all segments: a rotation leaves the factor as it is
-        calls = [self._turned(*segment, query, key, value) for segment in self.segments]
-        if self.fold is not None:
-            calls = [_folded(call, self.fold) for call in calls]
+        spec = self.spec
+        if self.fold is not None:  # before anything is turned: a fold need not treat all directions alike
+            query, key, scaling = self.fold(query, key)
+            spec = dataclasses.replace(spec, scaling=float(scaling))
+        calls = [self._turned(*segment, query, key, value, spec) for segment in self.segments]
         return calls if factor is None else [_scored(call, factor) for call in calls]
 
     def _turned(
-        self, rows: AttentionLayout, by_query: Side | None, by_key: Side | None, query: Tensor, key: Tensor, value: Tensor
+        self,
+        rows: AttentionLayout,
+        by_query: Side | None,
+        by_key: Side | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        spec: LogitSpec,
     ) -> KernelCall:
         if self.rotation is not None and by_query is not None:
             query = rotate(self.rotation, query, *by_query)
         if self.rotation is not None and by_key is not None:
             key = rotate(self.rotation, key, *by_key)
-        return KernelCall(query, key, value, rows, self.spec, self.dropout)
+        return KernelCall(query, key, value, rows, spec, self.dropout)
 
     def _entropies(self, calls: list[KernelCall]) -> Tensor:
         """The entropy of every row over its keys; a sink is none."""
@@ -136,12 +145,6 @@ def _at(position: Tensor, at: slice | None) -> Tensor:
 
 def _rounded(call: KernelCall, dtype: torch.dtype) -> KernelCall:
     return call._replace(query=call.query.to(dtype), key=call.key.to(dtype))
-
-
-def _folded(call: KernelCall, fold: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, float]]) -> KernelCall:
-    """Put a score of a method's own in place of scaling q . k."""
-    query, key, scaling = fold(call.query, call.key)
-    return call._replace(query=query, key=key, spec=dataclasses.replace(call.spec, scaling=float(scaling)))
 
 
 def _scored(call: KernelCall, factor: float | Tensor) -> KernelCall:
