@@ -257,6 +257,8 @@ class LengthTemperature(Temperature):
         stack: allow it beside a temperature that the model has already (YaRN's, Llama 4's).
     """
 
+    learns: ClassVar[bool] = True
+
     train_length: int | None = None
     clamp: bool = True
     stack: bool = False
@@ -388,6 +390,7 @@ class Sink(Method, ABC):
     """A term in the denominator of every softmax that belongs to no key: weights add up to 1 less its share."""
 
     slot: ClassVar[str] = "sink"
+    learns: ClassVar[bool] = True
 
     @property
     def head_dependent(self) -> bool:
@@ -406,6 +409,7 @@ class OutputNorm(Method, ABC):
     """A change of the attention output before the output projection: a normalisation over features."""
 
     slot: ClassVar[str] = "output_norm"
+    learns: ClassVar[bool] = True
 
     @property
     def needs_training(self) -> bool:

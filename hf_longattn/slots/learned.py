@@ -51,12 +51,21 @@ def make_parts(methods: Iterable[Method], facts: ModelFacts) -> dict[str, nn.Mod
     parts = {m.slot: part for m in methods if (part := m.module(facts)) is not None}
     for method in methods:
         if (part := parts.get(method.slot)) is not None:
-            check_part(part, f"{method.name}: its module")
+            check_part(part, method, f"{method.name}: its module")
     return parts
 
 
-def check_part(part: Any, what: str) -> None:
-    """Raise ValueError for a module that cannot be learned, or not saved and loaded; `what` names it."""
+def check_part(part: Any, method: Method, what: str) -> None:
+    """Raise ValueError for a module that a method's slot never calls, or that cannot be learned, or not saved and loaded.
+
+    Args:
+        what: names it.
+    """
+    if not method.learns:
+        raise ValueError(
+            f"{what} would never be called, and learn nothing: among the base classes LengthTemperature, Sink and OutputNorm "
+            "alone have learned parameters"
+        )
     if not isinstance(part, nn.Module):
         raise ValueError(f"{what} must be a torch.nn.Module, got {type(part).__name__}")
     for name, x in tensors_of(part):

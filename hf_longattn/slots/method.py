@@ -83,6 +83,8 @@ class Method:
     by_head: ClassVar[tuple[str, ...]] = ()
     #: Parameters that are one number, or one for each layer, each a number or one for each key head.
     by_layer: ClassVar[tuple[str, ...]] = ()
+    #: Whether its slot calls what `module` gives.
+    learns: ClassVar[bool] = False
     #: Parameters that are a number of tokens, which may be given as "4k".
     lengths: ClassVar[tuple[str, ...]] = ("window", "train_length", "chunk", "local", "shift")
 

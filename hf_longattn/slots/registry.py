@@ -203,7 +203,7 @@ def _check_module(made: Method, what: str) -> None:
     except Exception as error:
         raise ValueError(f"{what}.module() cannot be made for a tiny model: {str(error) or type(error).__name__}") from error
     if part is not None:
-        import_module(".learned", __package__).check_part(part, f"{what}.module()")
+        import_module(".learned", __package__).check_part(part, made, f"{what}.module()")
 
 
 def elsewhere() -> dict[str, EntryPoint]:

@@ -23,9 +23,11 @@ from hf_longattn import LongAttnConfig
 from hf_longattn.integration.dispatch import attention_forward
 from hf_longattn.integration.masks import layout_mask
 from hf_longattn.integration.offload import held
+from hf_longattn.methods.cosscale import CosScale
 from hf_longattn.slots.base import LengthTemperature
-from hf_longattn.slots.learned import tensors_of
+from hf_longattn.slots.learned import make_parts, tensors_of
 from hf_longattn.slots.method import ModelFacts
+from hf_longattn.slots.registry import TRIAL
 
 FAMILIES = ("llama", "gemma3", "gpt2")
 LEARNED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -445,6 +447,22 @@ def test_modules_that_would_not_work_are_refused(mistake: str, bent: type[Any]) 
     wrong = type("Wrong", (bent,), {"name": "wrong", "module": lambda self, facts: make()})
     with pytest.raises(ValueError, match=message):
         hf_longattn.register(dataclass(frozen=True, kw_only=True)(wrong))
+
+
+def test_a_module_that_its_slot_never_calls_is_refused(own_registry: None) -> None:
+    """It would be trained and saved, and stay what it was."""
+
+    class Learned(CosScale):
+        name: ClassVar[str] = "never_called"
+
+        def module(self, facts: ModelFacts) -> nn.Module:
+            return nn.Linear(2, 2)
+
+    method = dataclass(frozen=True, kw_only=True)(Learned)
+    with pytest.raises(ValueError, match=r"Learned\.module\(\) would never be called, and learn nothing"):
+        hf_longattn.register(method)
+    with pytest.raises(ValueError, match="never_called: its module would never be called"):
+        make_parts([method(scale=2.0)], TRIAL)
 
 
 class Packed(nn.Module):
