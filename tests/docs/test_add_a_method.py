@@ -38,9 +38,13 @@ def test_the_steps_in_a_copy_of_the_tree(tmp_path: Path) -> None:
             path.write_text(text[: head.end()] + textwrap.indent(code, "    ") + text[head.end() :], encoding="utf-8")
         elif path.parent.is_dir():
             path.write_text((path.read_text(encoding="utf-8") if path.exists() else "") + code, encoding="utf-8")
-    check = "integration/test_exactness.py::test_forward_is_the_closed_form[tiled-llama-root_logn]"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path / "tests" / check)]
     own = os.environ | {"PYTHONPATH": str(tmp_path)}
+    write = "tests/kit/signatures.py"
+    assert f"python {write}" in PAGE.read_text(encoding="utf-8")
+    subprocess.run([sys.executable, write], cwd=tmp_path, env=own, check=True)
+    check = "integration/test_exactness.py::test_forward_is_the_closed_form[tiled-llama-root_logn]"
+    checks = check, "test_imports.py::test_editors_know_the_parameters_of_every_method"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(tmp_path / "tests" / x) for x in checks)]
     done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 passed" in done.stdout
+    assert "2 passed" in done.stdout
