@@ -113,10 +113,10 @@ def tell(
     }
     facts = Facts(
         training_lengths=[recipe.length],
-        training=training_facts(prepared) | _losses(by_model, recipe.length),
+        training=training_facts(prepared) | _losses(measured, recipe.length),
         metrics=by_model[AFTER],
         base_metrics=by_model.get(BEFORE),
-        evaluated_on=_names(recipe.heldout or recipe.data),
+        evaluated_on=_names(recipe.heldout) if recipe.heldout else f"the held-out end of {_names(recipe.data)}",
         reach=told + (f"\n\n![Losses by distance]({PICTURE_FILE})" if drawn else ""),
     )
     write_card(wrapped, output, output.name, facts)
@@ -130,6 +130,7 @@ def training_facts(prepared: Prepared) -> dict[str, str]:
     if lora is not None:
         targets = ["the projections of attention" if target == "attention" else target for target in lora.targets]
         what = f"LoRA of rank {lora.r}, alpha {lora.alpha}, on {', '.join(targets)}"
+        what += ", and the method's learned parameters" * has_learned(prepared.built[0])
     reads = f", positions skipped up to {prepared.reads:,}" if recipe.positions == "skip" else ""
     shown = f"{windows} window{'s' * (windows > 1)} of {recipe.length:,} tokens"
     return {
@@ -141,11 +142,15 @@ def training_facts(prepared: Prepared) -> dict[str, str]:
     }
 
 
-def _losses(by_model: dict[str, dict[str, dict[int, float]]], length: int) -> dict[str, str]:
+def _losses(measured: dict[str, dict[int, dict[str, Any]]], length: int) -> dict[str, str]:
     """The held-out loss in windows as they were trained on, before and after."""
-    before, after = (by_model.get(name, {}).get("loss", {}).get(length) for name in (BEFORE, AFTER))
-    was = "" if before is None else f"{before:.3f} before, "
-    return {} if after is None else {f"held-out loss at {length:,} tokens": f"{was}{after:.3f} after, in nats per token"}
+    after, base = measured[AFTER][length], measured.get(BEFORE, {}).get(length)
+    if "loss" not in after:
+        return {}
+    was = "" if base is None else f"{base['loss']:.3f} of the base, "
+    over = f"{after['tokens']:,} tokens" if "tokens" in after else f"the answers of {after['needles']:,} needles"
+    told = f"{was}{after['loss']:.3f} after training, in nats per token, over {over}"
+    return {f"held-out loss at {length:,} tokens": told}
 
 
 def _names(sources: Any) -> str:

@@ -113,6 +113,7 @@ def test_training_under_a_method_of_ones_own_says_what_to_import(
     assert done.exit_code == 0, (done.output, done.exception)
     assert "load it with: import hf_longattn, my_methods; AutoModelForCausalLM.from_pretrained('out')" in done.output
     card = (tmp_path / "out" / "README.md").read_text()
+    assert "On the held-out end of book.txt, by length:" in card
     assert "import my_methods  # registers a method that is no part of hf_longattn\n" in card
     assert "my_methods is a module of the maker of this model: it must be importable" in card
     sys.modules.pop("my_methods")

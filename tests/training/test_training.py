@@ -274,8 +274,9 @@ def test_a_run_ends_with_how_far_the_model_reads(tiny: Path, tmp_path: Path, cap
         "- data: train.txt",
         "- steps: 2 of 2 windows of 32 tokens, 128 in all, positions skipped up to 2,000",
         "- trained: LoRA of rank 16, alpha 32, on the projections of attention",
-        f"- held-out loss at 32 tokens: {metrics['measured']['base']['32']['loss']:.3f} before, "
-        f"{metrics['measured']['trained']['32']['loss']:.3f} after, in nats per token",
+        f"- held-out loss at 32 tokens: {metrics['measured']['base']['32']['loss']:.3f} of the base, "
+        f"{metrics['measured']['trained']['32']['loss']:.3f} after training, in nats per token, "
+        f"over {metrics['measured']['trained']['32']['tokens']:,} tokens",
     ):
         assert line in card, line
     assert "![Losses by distance](reach.png)" in card
@@ -304,6 +305,7 @@ def test_the_untrained_method_has_none_of_the_learned_parameters(tiny: Path, tmp
     changes |= {"evaluation__far": 700, "skip__target_length": 2000}
     metrics = trained("continue_lora", settings(tiny, tmp_path / "out", **changes))
     untrained = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(tiny / "model"), "rerope+logn:clamp=false")
+    assert "on the projections of attention, and the method's learned parameters\n" in (tmp_path / "out/README.md").read_text()
     data = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "other", **changes))).data
     row = reach.probed(untrained, data, [1872], lambda tokens: None)[0]
     assert row["copy"][0] == pytest.approx(metrics["reach"]["probe"]["base + method"][-1]["copy"][0], abs=1e-4)
