@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from ..config import LongAttnConfig
-from ..files import ADAPTER_FILE
+from ..files import ADAPTER_FILE, RECIPE_FILE
 from ..integration import apply
 from ..integration.layer_methods import facts_for
 from ..integration.layers import View
@@ -66,13 +66,23 @@ def _check_remapped(setting: Setting, asked: Checkpoint) -> None:
         )
 
 
+def _trained_as_a_control(folder: Path) -> bool:
+    """Tell whether a recipe beside an adapter says that it was trained without a method."""
+    if not (file := folder / RECIPE_FILE).is_file():
+        return False
+    import yaml
+
+    recipe = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return isinstance(recipe, dict) and recipe.get("method", "") is None
+
+
 def _adapters_method(setting: Setting, own: LongAttnConfig | None) -> LongAttnConfig | None:
     """The method that an adapter's folder records, if any, for a checkpoint that runs `own`."""
     if setting.adapter is None:
         return None
     if (method := method_in(saved_in(Path(setting.adapter) / ADAPTER_FILE))) is not None:
         return method
-    if own is None:
+    if own is None and not _trained_as_a_control(Path(setting.adapter)):
         warn(
             f"setting {setting.name!r}: the adapter in {setting.adapter} records no attention, so it is measured without "
             "a method. If it was trained under one, name that in its entry of a settings file (method: ...)",

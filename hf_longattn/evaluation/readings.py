@@ -73,15 +73,15 @@ class Readings:
         read = [found for s in self.settings if (found := {r["which"] for r in self.of(s, task, length)})]
         return set.intersection(*read) if read else set()
 
-    def paired(self, task: str, setting: str, length: int, measured: Measured) -> Interval | None:
-        """Return the paired difference, setting minus unmodified model, over what every setting has read."""
-        mine, base = measured(setting), measured(UNMODIFIED)
-        differences = [mine[d] - base[d] for d in mine if d in base and d in self.common(task, length)]
+    def paired(self, task: str, setting: str, length: int, measured: Measured, base: str = UNMODIFIED) -> Interval | None:
+        """Return the paired difference, setting minus base, over what every setting has read."""
+        mine, its = measured(setting), measured(base)
+        differences = [mine[d] - its[d] for d in mine if d in its and d in self.common(task, length)]
         return mean_interval(differences) if differences else None
 
-    def difference(self, setting: str, length: int) -> Interval | None:
-        """Mean over common documents of this setting's loss minus the unmodified model's, and its interval's half-width."""
-        return self.paired(LOSS, setting, length, lambda s: self.losses(s, length))
+    def difference(self, setting: str, length: int, base: str = UNMODIFIED) -> Interval | None:
+        """Mean over common documents of this setting's loss minus another's, and its interval's half-width."""
+        return self.paired(LOSS, setting, length, lambda s: self.losses(s, length), base)
 
     def probe_difference(self, setting: str, part: str, distance: int) -> Interval | None:
         """Mean over passages of a setting's loss minus the unmodified model's, and its interval's half-width.

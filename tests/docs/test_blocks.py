@@ -111,7 +111,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("block", PYTHON)
 def test_python(block: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(home / "deep-adapter", tmp_path / "runs" / "book")
+    for name in ("book", "control"):
+        shutil.copytree(home / "deep-adapter", tmp_path / "runs" / name)
     given, code = names(home, tmp_path), code_of(block, home)
     if "peft" in code:
         peft = given["peft"] = pytest.importorskip("peft")

@@ -401,6 +401,22 @@ def test_the_verdict_recommends_nothing_that_may_be_chance(documents: str) -> No
 # settings ------------------------------------------------------------------------------------------------------------
 
 
+def test_the_difference_of_two_settings_is_paired() -> None:
+    """As of a method and its control."""
+    losses = {"unmodified": (3.0, 5.0), "mine": (2.5, 4.6), "control": (2.6, 4.8)}
+    rows = [
+        {"task": "loss", "setting": s, "length": 512, "which": d, "loss": x, "seconds": 1}
+        for s, found in losses.items()
+        for d, x in zip("ab", found, strict=True)
+    ]
+    results = Results(rows, list(losses), 512)
+    mean, half = results.difference("mine", 512, base="control")
+    assert mean == pytest.approx(-0.15)
+    assert half == pytest.approx(12.706 * 0.05, rel=1e-3)  # Student's t of one degree of freedom
+    assert results.difference("mine", 512)[0] == pytest.approx(-0.45)
+    assert results.difference("mine", 512, base="another") is None
+
+
 def test_means_are_over_the_documents_that_all_settings_have_read() -> None:
     """As after an interruption: the second setting has read one of two documents."""
     rows = [
@@ -540,6 +556,8 @@ def test_an_adapter_that_says_nothing_of_attention_is_told(folder: Path, tmp_pat
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         check_setting(Setting("mine", "scale_invariant", adapter=str(tmp_path)), Checkpoint(str(folder / "model")))
+        (tmp_path / "recipe.yaml").write_text("method: null\n")  # a control
+        check_setting(Setting("mine", adapter=str(tmp_path)), Checkpoint(str(folder / "model")))
     saved = json.loads((tmp_path / "adapter_config.json").read_text())
     saved["longattn"] = LongAttnConfig.preset("infoscale", train_length=4).to_dict()
     (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
