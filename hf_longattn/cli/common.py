@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import shlex
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -193,8 +194,25 @@ class Commands(TyperGroup):
             return list(super().parse_args(ctx, args))
 
     def invoke(self, ctx: Any) -> Any:
-        with _errors_in_one_line():
+        with _errors_in_one_line(), warnings_in_one_line():
             return super().invoke(ctx)
+
+
+@contextmanager
+def warnings_in_one_line() -> Iterator[None]:
+    """Print a warning that points at no line of a user's, but at what calls commands, as `Warning: ...`."""
+    before = warnings.formatwarning
+
+    def written(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+        if Path(filename).parent == Path(typer.__file__).parent:
+            return f"Warning: {message}\n"
+        return before(message, category, filename, lineno, line)
+
+    warnings.formatwarning = written
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 @contextmanager

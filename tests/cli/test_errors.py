@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import pytest
 import tiny
 import torch
+import typer
 from filelock import FileLock
 from helpers import stock, tokens
 from interrupts import at_pass
@@ -37,7 +38,7 @@ import hf_longattn
 from hf_longattn import LongAttnConfig, apply
 from hf_longattn.checks import Refused, check_folder
 from hf_longattn.cli import app
-from hf_longattn.cli.common import table
+from hf_longattn.cli.common import table, warnings_in_one_line
 from hf_longattn.evaluation import Copy, doctor, measured_extension
 from hf_longattn.evaluation.rows import SEARCHED, RowFile
 from hf_longattn.evaluation.settings import Setting
@@ -522,3 +523,11 @@ def test_no_command_passes_on_a_warning_about_a_name_that_peft_reads(files: Path
         assert CliRunner().invoke(app, ["methods", "rerope"]).exit_code == 0
         assert not model.is_gradient_checkpointing
     assert len([w for w in told if w.category is FutureWarning]) == renamed
+
+
+def test_a_warning_of_a_command_names_no_file_of_what_called_it() -> None:
+    plain = warnings.formatwarning
+    with warnings_in_one_line():
+        assert warnings.formatwarning("few words", UserWarning, typer.main.__file__, 1) == "Warning: few words\n"
+        assert warnings.formatwarning("few words", UserWarning, __file__, 1) == plain("few words", UserWarning, __file__, 1)
+    assert warnings.formatwarning is plain
