@@ -61,6 +61,18 @@ def check_rotation(name: str, facts: ModelFacts, stack: bool) -> None:
         )
 
 
+def made(method: Method, facts: ModelFacts) -> nn.Module | None:
+    """Make a method's learned parameters on the CPU, for its trial."""
+    with torch.device("cpu"):
+        return method.module(facts)
+
+
+def tried(method: Method, facts: ModelFacts, x: Tensor) -> Iterator[tuple[str, Any, Any]]:
+    """The trial of a method's learned parameters, which take x and give what has its shape."""
+    if (part := made(method, facts)) is not None:
+        yield "its module", part(x, own=lambda parameter: parameter), x
+
+
 class KeyIntervals(Method, ABC):
     """A method that says by intervals of keys which ones a query sees, and at which distances the rotary encoding shows them.
 
@@ -306,6 +318,7 @@ class LengthTemperature(Temperature):
     def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
         n = torch.tensor([1, 2, 3, 16, 17, 65536], dtype=torch.float64, device="cpu")
         yield "formula", self._published(n, facts.head_dim), n
+        yield from tried(self, facts, n.expand(1, facts.num_heads, -1))
 
 
 class EntropyTemperature(Temperature, ABC):
@@ -403,6 +416,7 @@ class Sink(Method, ABC):
     def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
         like = torch.ones(facts.num_heads, device="cpu")
         yield "logits", self.logits(facts.num_heads, like), like
+        yield from tried(self, facts, like)
 
 
 class OutputNorm(Method, ABC):
@@ -430,4 +444,4 @@ class OutputNorm(Method, ABC):
     def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
         output = torch.arange(float(facts.num_heads * facts.value_dim), device="cpu")
         output = output.view(1, facts.num_heads, 1, facts.value_dim)
-        yield "normalise", self.normalise(output), output
+        yield "normalise", self.normalise(output, made(self, facts), *self.constants(output)), output

@@ -427,6 +427,30 @@ def test_parameters_of_one_s_own_in_adapters(bent: type[Any], tmp_path: Path) ->
     close(logits(peft.PeftModel.from_pretrained(stock("llama"), tmp_path)), logits(m), 1e-6)
 
 
+class Shapeless(nn.Module):
+    """From what it is given to one number."""
+
+    def forward(self, x: Tensor, own: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+        return x.sum()
+
+
+WRONG = {
+    "another shape": (
+        Shapeless,
+        r"it gives shape \(\), torch.float64, and not shape \(1, 4, 6\), torch.float64 \(its module\)",
+    ),
+    "without own": (nn.Identity, "unexpected keyword argument 'own'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_modules_are_tried_when_they_are_registered(case: str, bent: type[Any]) -> None:
+    make, message = WRONG[case]
+    wrong = type("Wrong", (bent,), {"name": "wrong", "module": lambda self, facts: make()})
+    with pytest.raises(ValueError, match=message):
+        hf_longattn.register(dataclass(frozen=True, kw_only=True)(wrong))
+
+
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "no module": (lambda: torch.ones(3), "must be a torch.nn.Module, got Tensor"),
     "raises": (lambda: nn.Linear(3), "cannot be made for a tiny model"),
