@@ -216,6 +216,8 @@ class Calls(TorchFunctionMode):
         args = tuple(_named(x) for x in args)
         if function is Tensor.pin_memory:
             return args[0]
+        if function is Tensor.new_tensor and isinstance(args[0], Pretended):
+            return torch.tensor(args[1], dtype=kwargs.get("dtype", args[0].dtype)).to("meta")
         if function is Tensor.cuda:
             function, args = Tensor.to, (args[0], "meta")
         if function in (torch.tensor, torch.as_tensor) and (device := kwargs.pop("device", None)) is not None:
@@ -466,7 +468,8 @@ def _by_head(x: Tensor, query: Tensor) -> Tensor:
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     logits = _logits(query, key, *others)
-    return _like(query, logits.softmax(-1) @ _by_head(value, query)), logits.logsumexp(-1)
+    out = query if value.shape[3] == query.shape[3] else by_token(query, value.shape[3])
+    return _like(out, logits.softmax(-1) @ _by_head(value, query)), logits.logsumexp(-1)
 
 
 def _like(given: Tensor, x: Tensor) -> Tensor:
