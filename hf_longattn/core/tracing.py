@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import is_fake
 
 #: Bytes that the driver copies to a device from any memory without waiting for what runs there.
 STAGED = 1 << 16
+#: Kinds of devices that have float64.
+DOUBLES = ("cpu", "cuda", "meta")
 
 F = TypeVar("F", bound=Callable[..., bool])
 
@@ -59,8 +61,8 @@ def shareable(x: Tensor) -> bool:
 
 
 def wide_device(device: torch.device) -> torch.device:
-    """The device itself, or the host where it has no float64 (Apple's GPUs)."""
-    return torch.device("cpu") if device.type == "mps" else device
+    """The device itself, or the host where a device may have no float64, as Apple's GPUs and some of Intel's."""
+    return device if device.type in DOUBLES else torch.device("cpu")
 
 
 def widened(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
 from transformers.utils import is_liger_kernel_available
 
+from ..core.tracing import wide_device
 from ..evaluation.rows import Row
 from ..integration import update
 from ..integration.engines.ulysses import check_heads, split_sequence, unsplit
@@ -167,7 +168,7 @@ class RecipeTrainer(Trainer):
         share = (self.accelerator.process_index, self.accelerator.num_processes)
         sums = self._on_whole(held_out_sums, self.causal, self.recipe, self.data, lengths, share, tick)
         device = self.accelerator.device
-        wide = torch.float32 if device.type == "mps" else torch.float64
+        wide = torch.float64 if wide_device(device) == device else torch.float32
         sums = {n: self.accelerator.reduce(s.to(device, wide), "sum").cpu() for n, s in sums.items()}
         return metrics(sums, self.data.test_task is not None)
 

@@ -1,6 +1,7 @@
 """What only a GPU can tell: `python lab/speed/gpu.py PART`, or all parts, one line `ROW {json}` for each thing measured.
 
-    exactness    every method in float32 against the CPU: one pass, cache, padding, packing, generate, training; then bfloat16
+    exactness    every method in float32 against the CPU: one pass, cache, padding, packing, generate, training, what capture
+                 measures; then bfloat16
     short        prompts of 7 to 1,000 tokens and a training step in bfloat16, at several head_dims: whether they run
     static       generate with a static cache, which transformers compiles, and torch.compile(model), against plain generate
     whole        layers of Llama 3 8B's shape: a prompt and a decoded token; unmodified, method, unmodified in turn
@@ -116,6 +117,14 @@ def cases(name: str, device: str) -> Iterator[tuple[str, Callable[[], float]]]:
             built.eval()
         return off(grads[0], grads[1])
 
+    def measured() -> float:
+        entropies = []
+        for built, x in ((own, there(ids)), (cpu, ids)):
+            with hf_longattn.capture(built, what=("entropy", "outputs"), rows=64) as seen:
+                built(x, use_cache=False)
+            entropies.append(seen.result()["entropy"].nan_to_num())
+        return off(entropies[0], entropies[1])
+
     def in_half(run: Callable[[], float]) -> float:
         own.to(torch.bfloat16)
         return run()
@@ -128,6 +137,7 @@ def cases(name: str, device: str) -> Iterator[tuple[str, Callable[[], float]]]:
     yield "chunks", lambda: pieces(75, 150, 225, length)
     yield "generate", generated
     yield "static", lambda: generated(cache_implementation="static", disable_compile=True)
+    yield "measured", measured
     yield "bfloat16", lambda: in_half(lambda: one_pass(ids))
     yield "bfloat16 decode", lambda: in_half(lambda: pieces(298, 299, length))
 
