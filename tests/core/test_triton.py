@@ -349,6 +349,18 @@ def test_tiles_where_products_are_held_in_registers(
     triton._has_warp_groups.cache_clear()
 
 
+def test_an_amd_gpu_is_asked_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ROCm's torch names no opt-in, and its MI300 has the capability of an H100's successor."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 4))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(shared_memory_per_block=65536))
+    triton._has_warp_groups.cache_clear()
+    device = torch.device("cuda", 0)
+    assert triton._shared_memory(device) == 65536
+    assert not triton._has_warp_groups(device)
+    triton._has_warp_groups.cache_clear()
+
+
 def test_grids_of_large_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA's grids end at 65,535 but on their first axis."""
     grids: dict[str, tuple[int, ...]] = {}

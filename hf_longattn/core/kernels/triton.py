@@ -214,7 +214,9 @@ def small_first(kernel: str, candidates: Iterable[TileSizes]) -> tuple[TileSizes
 @functools.cache
 def _has_warp_groups(device: torch.device) -> bool:
     """Tell whether large products stay out of registers, as on an H100 and a B200; elsewhere large tiles spill."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
+    if device.type != "cuda":
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)  # AMD's MI300 says 9, too
 
 
 #: Elements of a tile that any GPU holds in registers.
@@ -227,8 +229,9 @@ def _shared_memory(device: torch.device) -> int:
     """Bytes that one program may have."""
     if device.type != "cuda":
         return 1 << 30
-    properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)
+    known: Any = torch.cuda.get_device_properties(device)
+    most = getattr(known, "shared_memory_per_block_optin", None)  # not of AMD's GPUs
+    return int(known.shared_memory_per_block if most is None else most)
 
 
 # Launching -----------------------------------------------------------------------------------------------------------
