@@ -262,7 +262,9 @@ def test_nothing_else_is_patched() -> None:
                 node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
             )
             for target in (t for t in targets if isinstance(t, ast.Attribute)):
-                assert not (isinstance(target.value, ast.Name) and target.value.id in foreign), f"{path}:{node.lineno}"
+                hook = ast.unparse(target) == "warnings.formatwarning"  # which Python lets programs assign
+                own = hook or not (isinstance(target.value, ast.Name) and target.value.id in foreign)
+                assert own, f"{path}:{node.lineno}"
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 first = node.args[0] if node.args else None
                 own = path.name == "patch.py" or not (isinstance(first, ast.Name) and first.id in foreign)
