@@ -350,7 +350,7 @@ def test_tiles_where_products_are_held_in_registers(
 
 
 def test_an_amd_gpu_is_asked_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ROCm's torch names no opt-in, and its MI300 has the capability of an H100's successor."""
+    """ROCm's torch does not name the opt-in, and its MI300's capability begins with 9, as an H100's does."""
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 4))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(shared_memory_per_block=65536))

@@ -260,10 +260,12 @@ def of_mps() -> frozenset[str]:
     kernels = native.backend_indices[DispatchKey.MPS]
     found = set()
     for group in get_grouped_native_functions(native.native_functions):
-        members = list(group.functions()) if isinstance(group, NativeFunctionsGroup) else [group]
-        own = kernels.has_kernel(group) if isinstance(group, NativeFunctionsGroup) else False
-        for f in members:
-            if own or kernels.has_kernel(f) or f.has_composite_kernel:
+        grouped = isinstance(group, NativeFunctionsGroup)
+        # a group's members may all be made of the one with out=, which is then asked
+        out = grouped and (kernels.has_kernel(group.out) or group.out.has_composite_kernel)
+        for f in group.functions() if grouped else (group,):
+            composite = f.has_composite_implicit_autograd_kernel or (f.has_composite_kernel and (out or not grouped))
+            if kernels.has_kernel(f) or composite or (grouped and group.structured and out):
                 found.add(f"{f.func.name.name}.{f.func.name.overload_name or 'default'}")
     return frozenset(found)
 

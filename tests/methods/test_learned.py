@@ -434,26 +434,14 @@ class Shapeless(nn.Module):
         return x.sum()
 
 
-WRONG = {
+MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
+    "no module": (lambda: torch.ones(3), "must be a torch.nn.Module, got Tensor"),
+    "raises": (lambda: nn.Linear(3), "cannot be made for a tiny model"),
     "another shape": (
         Shapeless,
         r"it gives shape \(\), torch.float64, and not shape \(1, 4, 6\), torch.float64 \(its module\)",
     ),
     "without own": (nn.Identity, "unexpected keyword argument 'own'"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_modules_are_tried_when_they_are_registered(case: str, bent: type[Any]) -> None:
-    make, message = WRONG[case]
-    wrong = type("Wrong", (bent,), {"name": "wrong", "module": lambda self, facts: make()})
-    with pytest.raises(ValueError, match=message):
-        hf_longattn.register(dataclass(frozen=True, kw_only=True)(wrong))
-
-
-MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
-    "no module": (lambda: torch.ones(3), "must be a torch.nn.Module, got Tensor"),
-    "raises": (lambda: nn.Linear(3), "cannot be made for a tiny model"),
     "no shape": (lambda: nn.LazyLinear(3), "whose shape is not known"),
     "PEFT's names": (lambda: nn.ParameterDict({"lora_scale": torch.ones(3)}), "'lora_scale', and transformers or PEFT read"),
     "weight norm": (lambda: torch.nn.utils.weight_norm(nn.Linear(2, 2)), "read 'weight_g' in a name as something else"),
