@@ -205,14 +205,15 @@ def _continued(parsed: ParsedMask, position_ids: Tensor, kv_len: int, forward_pa
     numbering, q_len = record_of(forward_pass.cache).get("numbering"), rows.index.shape[1]
     if not numbering or not any(numbering) or q_len > FEW_QUERIES or position_ids.shape[1:] != (q_len,):
         return None
-    by_index, by_start, _ = numbering
     query, key_start, start, _, _ = rows.bounds
     begins = record_of(forward_pass.cache).get("ones") is not None or bool((start >= parsed.first).any())
     if begins or not bool(rows.real_rows(kv_len).all()):
         return None
-    if counted is None or by_index or by_start:
-        return query if by_index else query - start
-    return counted.gather(1, (query - key_start).expand(len(counted), -1))
+    at = query - start if counted is None else counted.gather(1, (query - key_start).expand(len(counted), -1))
+    ways = [place for place, known in zip((query, query - start, at), numbering, strict=True) if known]
+    if bool((at < 0).any()) or any(bool((place != ways[0]).any()) for place in ways):
+        return None  # padding, which may be anywhere, or the first token that tells the ways apart
+    return ways[0]
 
 
 def _from_zero(parsed: ParsedMask, position_ids: Tensor, forward_pass: ForwardContext | None) -> Tensor:

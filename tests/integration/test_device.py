@@ -13,7 +13,8 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from cases import CASES
-from helpers import close, crossed, fresh, spread, stock, tokens
+from helpers import SCENARIOS as TEXTS
+from helpers import close, crossed, expected, fresh, spread, stock, tokens
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -134,6 +135,49 @@ def test_on_apples_device(case: str, scenario: str) -> None:
     assert all(x.device == pretend.MPS for x in got)
     for n, (a, b) in enumerate(zip(got, by_cpu(case, scenario), strict=True)):
         close(a.cpu(), b, TOLERANCE, str(n))
+
+
+class Sent:
+    """A model on a device, to callers on the host: what it is given is sent there, and its logits come back."""
+
+    def __init__(self, m: Any, device: str) -> None:
+        self.model, self.device, self.config = m, device, m.config
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = self.model(*map(self._sent, args), **{name: self._sent(x) for name, x in kwargs.items()})
+        out.logits = out.logits.cpu()
+        return out
+
+    def _sent(self, x: Any) -> Any:
+        return x.to(self.device) if isinstance(x, Tensor) else x
+
+
+#: A method for each family.
+OF_FAMILY = {
+    "llama": "rerope",
+    "gpt2": "adaptive_temperature",
+    "gemma3": "cosscale",
+    "mistral": "calibrated",
+    "qwen3": "alibi",
+}
+#: Refused on a GPU once: the first token behind padding in a text's midst tells how its tokens are numbered.
+FOUND = ("llama", "second_turn_token_by_token")
+
+
+@pytest.mark.parametrize(
+    ("device", "family", "text"),
+    crossed(
+        itertools.product(DEVICES, OF_FAMILY, TEXTS), [("cuda", *pair) for pair in (FOUND, *spread(OF_FAMILY, TEXTS, 11))]
+    ),
+)
+def test_texts_as_on_a_cpu(device: str, family: str, text: str) -> None:
+    """Whole, in chunks, padded, packed, in turns of a chat: in all ways in which one text can reach a model."""
+    config, ids = CASES[OF_FAMILY[family]], tokens()
+    with DEVICES[device]():
+        m = fresh(family, config).to(device)
+        m.tie_weights()
+        got = TEXTS[text](Sent(m, device), ids)  # type: ignore[arg-type]
+    close(got, expected(family, config, ids), TOLERANCE)
 
 
 @pytest.mark.parametrize("device", DEVICES)

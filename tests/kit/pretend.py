@@ -471,7 +471,8 @@ def _by_head(x: Tensor, query: Tensor) -> Tensor:
 def _fused(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     logits = _logits(query, key, *others)
     out = query if value.shape[3] == query.shape[3] else by_token(query, value.shape[3])
-    return _like(out, logits.softmax(-1) @ _by_head(value, query)), logits.logsumexp(-1)
+    p = logits.softmax(-1).nan_to_num()  # 0 where nothing is visible
+    return _like(out, p @ _by_head(value, query)), logits.logsumexp(-1)
 
 
 def _like(given: Tensor, x: Tensor) -> Tensor:
