@@ -209,6 +209,11 @@ def _init(original: Any, self: PeftModel, model: nn.Module, peft_config: Any, *a
 
 def _inject_adapter(original: Any, self: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
     config = self.peft_config.pop(adapter_name)  # where it is refused, it is not the model's
+    if not (args or kwargs) and _saves_learned(model):  # a weighted sum, which PEFT injects with nothing more
+        raise NotImplementedError(
+            f"a weighted sum of adapters leaves out the learned parameters of {get_implementation(model.config)}: use one of "
+            "the adapters, or sum adapters of a method without learned parameters"
+        )
     self.peft_config[adapter_name] = _joining(config, model, self.peft_config.values())
     original(self, model, adapter_name, *args, **kwargs)
 
@@ -378,16 +383,6 @@ def _merge_adapter(original: Any, self: BaseTuner, adapter_names: Any = None, sa
     original(self, adapter_names, safe_merge)
 
 
-def _add_weighted_adapter(original: Any, self: LoraModel, *args: Any, **kwargs: Any) -> None:
-    base = pretrained_in(self.model)
-    if base is not None and _saves_learned(base):
-        raise NotImplementedError(
-            f"a weighted sum of adapters leaves out the learned parameters of {get_implementation(base.config)}: use one of "
-            "the adapters, or sum adapters of a method without learned parameters"
-        )
-    original(self, *args, **kwargs)
-
-
 def _unload(original: Any, self: BaseTuner, *args: Any, **kwargs: Any) -> Any:
     names = inspect.signature(original).bind(self, *args, **kwargs).arguments.get("adapter_names")
     _refuse_other(self.model, names, self.active_adapters)
@@ -457,9 +452,6 @@ PATCHES = (
     Patch(BaseTuner, "merge_and_unload", _unload, "what is merged while switched off would stay without the method"),
     Patch(BaseTuner, "unload", _unload, "what is unloaded while switched off would stay without the method"),
     Patch(BaseTuner, "merge_adapter", _merge_adapter, "adapters merged by name would get the active one's learned parameters"),
-    Patch(
-        LoraModel, "add_weighted_adapter", _add_weighted_adapter, "a sum of adapters would lose a method's learned parameters"
-    ),
     Patch(PeftAdapterMixin, "disable_adapters", _disable_adapters, "a base without its adapter runs its own attention"),
     Patch(PeftAdapterMixin, "enable_adapters", _enable_adapters, "with its adapters again, it runs their attention"),
 )

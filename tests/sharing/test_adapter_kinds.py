@@ -631,10 +631,16 @@ def test_learned_parameters_of_one_adapter_are_not_merged_with_the_weights_of_an
             for merge in (m.merge_and_unload, m.merge_adapter):
                 with pytest.raises(NotImplementedError, match=r"learned parameters .* those of default.*set_adapter"):
                     merge(adapter_names=["second"])
-            with pytest.raises(NotImplementedError, match=r"weighted sum .* leaves out the learned parameters of logn"):
-                m.add_weighted_adapter(["default"], [1.0], "sum")
             m.set_adapter("second")
         close(logits(m.merge_and_unload(adapter_names=["second"])), want, 1e-5)
+
+
+def test_a_weighted_sum_leaves_out_no_learned_parameters(bases: dict[str, Path]) -> None:
+    for kind in ("LORA", "IA3"):
+        m = with_second(adapted(bases["llama"], kind, LEARNED), kind)
+        with pytest.raises(NotImplementedError, match=r"weighted sum .* leaves out the learned parameters of logn"):
+            m.add_weighted_adapter(["default"], [1.0], "sum")
+        assert list(m.peft_config) == ["default", "second"]
 
 
 @pytest.mark.slow
