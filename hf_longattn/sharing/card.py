@@ -26,8 +26,8 @@ from ..integration.saved_method import method_in, saved_in, type_of
 from ..integration.trained_length import recorded
 from ..slots.registry import modules_of
 
-#: Behind the name of a metric, of the model before its training.
-BEFORE = " before training"
+#: The tag of our cards, and the key of their metadata that holds the facts as data.
+TAG = "hf_longattn"
 
 
 def contents(directory: Path) -> tuple[dict[str, Any], LongAttnConfig]:
@@ -86,6 +86,17 @@ class Facts:
     def base_numbers(self) -> dict[str, dict[int, float]]:
         """The numbers of the base."""
         return self._sorted(self.base_metrics)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Those that a card of what is made of the model repeats, as plain data."""
+        told: dict[str, Any] = {
+            "training_lengths": [*self.training_lengths],
+            "training": dict(self.training or {}),
+            "reach": self.reach,
+        }
+        told |= {"metrics": self.numbers, "base_metrics": self.base_numbers, "evaluated_on": self.evaluated_on}
+        return {name: fact for name, fact in told.items() if fact}
 
     @staticmethod
     def _sorted(source: Any) -> dict[str, dict[int, float]]:
@@ -154,15 +165,16 @@ def model_card(
         library_name="peft" if adapter else "transformers",
         pipeline_tag=kind,
         model_name=title,
-        tags=["hf_longattn", "long-context", *(m.name for m in config.methods), *more],
+        tags=[TAG, "long-context", *(m.name for m in config.methods), *more],
         eval_results=_eval_results(facts, kind or "text-generation") or None,
+        hf_longattn=facts.data or None,  # under TAG
     )
     install, address = source()
     columns = {}
     for metric, by_length in facts.numbers.items():
         columns[metric] = by_length
         if metric in facts.base_numbers:
-            columns[metric + BEFORE] = facts.base_numbers[metric]
+            columns[f"{metric} before training"] = facts.base_numbers[metric]
     known: dict[str, Any] = {
         "name": name,
         "title": title,

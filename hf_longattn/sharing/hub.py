@@ -27,27 +27,21 @@ from ..integration.offload import refuse_to_save
 from ..integration.saved_method import saved_in
 from ..slots.registry import did_you_mean
 from ..user_warnings import warn
-from .card import BEFORE, Facts, contents, hub_id, is_repo_name, link, model_card, source
+from .card import TAG, Facts, contents, hub_id, is_repo_name, link, model_card, source
 
 README, STUB = "README.md", "modeling_longattn.py"
 #: What is uploaded: weights as safetensors and text. Optimizer states and other pickles stay where they are.
 SUFFIXES = {".safetensors", ".json", ".md", ".txt", ".model", ".jinja", ".py", ".png"}
 #: What stays behind though it is text: what training writes down of itself, paths of this machine among it.
 LOGS = {"trainer_state.json", METRICS_FILE}
-#: What a README of PEFT's says, and the tag of one of ours.
-TEMPLATE, TAG = "[More Information Needed]", "hf_longattn"
+#: What a README of PEFT's says.
+TEMPLATE = "[More Information Needed]"
 #: Where a card of ours says what to load.
 LOADING = re.compile(r'(^model = \w+\.from_pretrained\()"[^"]*"(?=[,)])', re.MULTILINE)
 #: Where it names the base, if it does.
 OF_BASE = re.compile(r"^(A model|An adapter \([^)]*\))( of (\[[^]]*\]|`[^`]*` )\([^)]*\))?(?= whose attention)", re.MULTILINE)
-#: What it says of how it was measured: the reach, then a text and its table.
-EVALUATION = re.compile(r"^## Evaluation\n\n(.*?)(?:^On (.*), by length:\n\n(.*?))?\n+## Loading", re.MULTILINE | re.DOTALL)
 #: A picture beside a card, which stays in its folder.
 PICTURE = re.compile(r"^!\[.*\]\(.*\)$", re.MULTILINE)
-#: Between the cells of its table.
-CELLS = re.compile(r"(?<!\\)\|")
-#: What it says of the training: the texts, then the facts.
-SECTION = re.compile(r"^## Training\n\n(Trained on texts of .*\n)?((?:\n*- .*)*)", re.MULTILINE)
 _STALE = ("*.safetensors", "*.safetensors.index.json", "config.json", ADAPTER_FILE, STUB)
 
 
@@ -195,33 +189,15 @@ def merge(adapter: str | Path, directory: str | Path, **options: Any) -> Path:
 def _said(readme: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """Read in a card of ours the facts of an adapter's training, and of its measurement if nothing is given of that."""
     text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
-    facts: dict[str, Any] = {}
-    if not _ours(text):
-        return facts
-    if section := SECTION.search(text):
-        facts["training_lengths"] = [
-            int(n.replace(",", "")) for n in re.findall(r"\d{1,3}(?:,\d{3})*(?=, | tokens\.)", section[1] or "")
-        ]
-        facts["training"] = dict(re.findall(r"^- ([^:\n]+): (.*)$", section[2], re.MULTILINE))
-    if not given.keys() & {"metrics", "base_metrics", "evaluated_on", "reach"} and (section := EVALUATION.search(text)):
-        facts["reach"] = PICTURE.sub("", section[1]).strip()
-        if section[2]:
-            facts["evaluated_on"] = f"{section[2]}, with the adapter before it was merged"
-            facts["metrics"], facts["base_metrics"] = _columns(section[3])
+    facts: dict[str, Any] = dict(ModelCard(text).data.get(TAG) or {}) if _ours(text) else {}
+    measured = {"metrics", "base_metrics", "evaluated_on", "reach"}
+    if given.keys() & measured:
+        facts = {name: fact for name, fact in facts.items() if name not in measured}
+    if "evaluated_on" in facts:
+        facts["evaluated_on"] += ", with the adapter before it was merged"
+    if "reach" in facts:
+        facts["reach"] = PICTURE.sub("", facts["reach"]).strip()
     return facts
-
-
-def _columns(table: str) -> tuple[dict[str, dict[str, str]], dict[str, dict[str, str]]]:
-    """The numbers by metric and length in the table of a card of ours: the model's, and its base's."""
-    head, _, *rows = ([cell.strip() for cell in CELLS.split(line)[1:-1]] for line in table.splitlines())
-    own: dict[str, dict[str, str]] = {}
-    base: dict[str, dict[str, str]] = {}
-    for place, column in enumerate(head[1:], 1):
-        column = column.replace(r"\|", "|")
-        metric = column.removesuffix(BEFORE)
-        numbers = {row[0].replace(",", ""): row[place] for row in rows if row[place]}
-        (own if metric == column else base)[metric] = numbers
-    return own, base
 
 
 def push(
