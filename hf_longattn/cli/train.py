@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import shlex
 import sys
 from dataclasses import fields
@@ -52,13 +51,13 @@ def train(
     from ..integration.classes import loaders
     from ..slots.registry import modules_of
     from ..training import excess, last_checkpoint, plan, prepare, run
+    from ..training.run_folder import is_first
 
     with refusing():
         prepared = prepare(chosen, resume=resume)
         lines = plan(prepared)
         too_much = "" if yes else excess(prepared)
-    first = int(os.environ.get("RANK", "0")) == 0
-    if first:
+    if first := is_first():
         say(lines)
     if first and too_much:
         if dry_run or not sys.stdin.isatty():

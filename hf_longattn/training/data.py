@@ -327,21 +327,25 @@ class Data:
     one), and for needles the two tasks.
 
     Args:
+        skip: how positions jump; None: they do not.
+        began: the recipe as it was when the run began: its evaluation says how much text is held out; None: it begins now.
         far: a longer text to hold out, in tokens, as far as there is one; of the data that is trained on at most a tenth.
 
     Raises:
         ValueError: a file is missing, or a text is too short for the lengths asked for.
     """
 
-    def __init__(self, recipe: Recipe, tokenizer: Any, far: int = 0) -> None:
-        sources, longest = find(recipe.data), max(*recipe.lengths, *recipe.final_lengths)
+    def __init__(
+        self, recipe: Recipe, tokenizer: Any, skip: Skip | None = None, began: Recipe | None = None, far: int = 0
+    ) -> None:
+        sources, began = find(recipe.data), began or recipe
         kept_out = None if recipe.heldout is None else find(recipe.heldout)
         if kept_out is not None:
             unseen = set(map(_identity, kept_out))
             if not (sources := [source for source in sources if _identity(source) not in unseen]):
                 raise ValueError(f"nothing is left to train on: all data is held out ({', '.join(kept_out)})")
         limit = recipe.needle.haystack_tokens if recipe.needle is not None and recipe.hub.streaming else None
-        kept = max(longest, recipe.evaluation.tokens)
+        kept = max(began.longest, began.evaluation.tokens)
         self.held_out = torch.empty(0, dtype=torch.int64, device="cpu")
         self.start = Encoder(tokenizer).start
         self.train_task: NeedleTask | None = None
@@ -349,7 +353,6 @@ class Data:
         self.train: Dataset[Example]
         if kept_out is not None:
             self.held_out = flat(kept_out, recipe.hub, tokenizer, limit or max(kept, far))
-        skip = recipe.skip if recipe.positions == "skip" else None
         if recipe.needle is not None:
             haystack = flat(sources, recipe.hub, tokenizer, limit)
             if kept_out is None:
@@ -358,7 +361,7 @@ class Data:
             self.train_task = NeedleTask(tokenizer, haystack, recipe.needle.needles, recipe.seed)
             self.test_task = NeedleTask(tokenizer, self.held_out, recipe.needle.needles, recipe.seed + 1)
             self.train_task.check(recipe.length)
-            self._check_held_out(recipe, longest)
+            self._check_held_out(recipe, began)
             for length in {*recipe.lengths, *recipe.final_lengths}:
                 self.test_task.check(length)
             self.train = NeedleWindows(self.train_task, recipe.length, _samples(recipe), skip)
@@ -376,18 +379,25 @@ class Data:
             self.train = Windows(pack(tokens, recipe.length, start), finish)
         if not recipe.hub.streaming and len(self.train) == 0:  # type: ignore[arg-type]
             raise ValueError(_too_short(recipe, sources, tokenizer, kept))
-        self._check_held_out(recipe, longest)
+        self._check_held_out(recipe, began)
 
-    def _check_held_out(self, recipe: Recipe, longest: int) -> None:
+    def _check_held_out(self, recipe: Recipe, began: Recipe) -> None:
         """Raise ValueError if the held-out text is shorter than what is to be read of it."""
-        if len(self.held_out) < longest:
-            own = recipe.evaluation.lengths or recipe.evaluation.final_lengths
-            names = "evaluation.lengths and evaluation.final_lengths" if own else "length"
-            other = ", give another by heldout=FILE," if recipe.heldout is None else ""
+        there, longest = len(self.held_out), recipe.longest
+        if there >= longest:
+            return
+        if longest > began.longest:
             raise ValueError(
-                f"the held-out text has {len(self.held_out)} tokens, evaluation at length {longest} needs as many: add text"
-                f"{other} or shorten {names}"
+                f"the run began with {there} tokens held out, and evaluation at length {longest} needs as many: shorten "
+                "evaluation.lengths and evaluation.final_lengths"
             )
+        own = recipe.evaluation.lengths or recipe.evaluation.final_lengths
+        names = "evaluation.lengths and evaluation.final_lengths" if own else "length"
+        other = ", give another by heldout=FILE," if recipe.heldout is None else ""
+        raise ValueError(
+            f"the held-out text has {there} tokens, evaluation at length {longest} needs as many: add text{other} or shorten "
+            f"{names}"
+        )
 
     def first_windows(self, count: int) -> list[Tensor]:
         """The token ids of the first windows that are trained on, each (1, length)."""

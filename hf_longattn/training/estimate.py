@@ -91,7 +91,7 @@ def operations(
     Args:
         windows: how many of them a process trains on.
         measured: the lengths, in tokens, of the texts that are read at the end.
-        evaluated: of those that are read while it trains.
+        evaluated: the lengths of those that are read while it trains.
     """
     apart = 0 if getattr(text, "tie_word_embeddings", False) else text.vocab_size * text.hidden_size  # is only looked up
     width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments
 
-from ..checks import check_dtype, check_output
+from ..checks import check_output
 from ..config import NO_METHOD, LongAttnConfig
 from ..core.kernels.precision import auto_dtype
 from ..evaluation.checkpoints import Checkpoint, load_tokenizer
 from ..evaluation.measures.probe import TOKENS
+from ..integration.engines.ulysses import check_heads
 from ..integration.guards import table_entries
 from ..integration.layer_methods import facts_for
 from ..integration.layers import View
@@ -25,16 +26,16 @@ from . import estimate
 from .data import Data
 from .held_out import tokens_read
 from .models import put_adapter, put_method
-from .reach import PASSAGES, PROBED, distances, unprobed
-from .recipe import Evaluation, Recipe
-from .run_folder import LOCK_FILE, began_with, is_first, locked, resumed_from
-from .trainer import arguments, check_processes
+from .reach import PASSAGES, PROBED, distances
+from .recipe import Evaluation, Recipe, Skip
+from .run_folder import refuse_beside_another, resumed_from
+from .trainer import arguments
 
 #: Where the recipe does not say: tokens of the long text at the end, and the share of the training's time for measuring.
 FAR, SHARE = 16384, 1 / 3
 
 
-@dataclasses.dataclass
+@dataclass
 class Prepared:
     """Everything a run needs but its weights; made by `prepare`, which refuses what cannot work.
 
@@ -51,11 +52,9 @@ class Prepared:
     """
 
     recipe: Recipe
-    output: Path
     checkpoint: str | None
     tokenizer: Any
     data: Data
-    attention: LongAttnConfig | None
     start: Checkpoint
     original: Checkpoint
     empty: Any
@@ -66,8 +65,18 @@ class Prepared:
     back: tuple[int, ...]
     unprobed: str
     text: int | None
-    shortened: bool
     resume: bool
+    shortened: bool = False
+
+    @property
+    def output(self) -> Path:
+        """The folder that the run writes to."""
+        return Path(str(self.recipe.output))
+
+    @functools.cached_property
+    def attention(self) -> LongAttnConfig | None:
+        """The recipe's method."""
+        return self.recipe.setting.config
 
     @functools.cached_property
     def built(self) -> tuple[Any, int, int]:
@@ -161,46 +170,30 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
         ValueError: something is missing, too short, in the way or contradictory.
         OSError: a file or a model cannot be read.
     """
-    assert recipe.output is not None
-    output = Path(recipe.output)
     args = arguments(recipe)
-    check_dtype(recipe.dtype, "auto")
     if recipe.dtype == "auto":
-        recipe = dataclasses.replace(recipe, dtype=auto_dtype(args.device))
-    if is_first() and (output / LOCK_FILE).exists():  # held, or left behind by one that was killed
-        with locked(output):
-            pass
-    checkpoint = resumed_from(recipe, output, resume)
+        recipe = replace(recipe, dtype=auto_dtype(args.device))
+    output = Path(str(recipe.output))
+    refuse_beside_another(output)
+    checkpoint, began = resumed_from(recipe, output, resume)
     check_output(output)
     original = Checkpoint(str(recipe.model))
-    attention = recipe.setting.config
     tokenizer = load_tokenizer(recipe.tokenizer or original.model)
     original.check_reads()
     start = original.under(recipe.setting)
-    skip = _with_target_length(recipe, original)
-    reads = (skip.skip.target_length if recipe.positions == "skip" else None) or recipe.length
     empty = start.build(dtype=recipe.dtype)
+    skip = _skip(recipe, _trained_length(original))
+    reads = (skip and skip.target_length) or recipe.length
+    _check_model(recipe, original, empty, reads)
     reaches, methods, qk_norm = _reach(recipe, start, empty, reads)
-    started = began_with(recipe, output, resume)
-    held_out = min(reaches, _far(started))
-    data = Data(dataclasses.replace(skip, evaluation=started), tokenizer, max(held_out, PROBED) if held_out else 0)
-    _check_held_out(recipe, data)
-    far = min(reaches, _far(recipe.evaluation))
-    back = distances(reaches, len(data.held_out)) if far else ()
-    why_not = unprobed(reaches, len(data.held_out)) if _far(recipe.evaluation) and not back else ""
-    if recipe.distill is not None and recipe.length > (trained := _trained_length(original)):
-        raise ValueError(
-            f"the teacher was trained at {trained} tokens; windows of {recipe.length} are beyond it: lower length"
-        )
-    check_processes(recipe, args, start.text_config)
-    text = _long_text(recipe, data, far)
+    held_out = min(reaches, _far(began.evaluation))
+    data = Data(recipe, tokenizer, skip, began, max(held_out, PROBED) if held_out else 0)
+    back, unprobed = distances(reaches, len(data.held_out)) if _far(recipe.evaluation) else ((), "")
     run = Prepared(
         recipe=recipe,
-        output=output,
         checkpoint=checkpoint,
         tokenizer=tokenizer,
         data=data,
-        attention=attention,
         start=start,
         original=original,
         empty=empty,
@@ -209,50 +202,44 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
         methods=methods,
         qk_norm=qk_norm,
         back=back,
-        unprobed=why_not,
-        text=text,
-        shortened=False,
+        unprobed=unprobed,
+        text=_long_text(recipe, data, min(reaches, _far(recipe.evaluation))),
         resume=resume,
     )
     return run if recipe.evaluation.far is not None else _within_budget(run)
 
 
-def _with_target_length(recipe: Recipe, original: Checkpoint) -> Recipe:
-    """The recipe with the length that skipped positions show, which its file may leave to the model."""
-    if recipe.positions != "skip" or recipe.skip.target_length is not None:
-        return recipe
-    if (trained := _trained_length(original)) == sys.maxsize:
+def _skip(recipe: Recipe, trained: int) -> Skip | None:
+    """How positions jump, with the length that they show, which a recipe may leave to the model; None: they do not jump."""
+    if recipe.positions != "skip":
+        return None
+    if recipe.skip.target_length is not None:
+        return recipe.skip
+    if trained == sys.maxsize:
         raise ValueError("the model's config does not say at what length it was trained: give skip.target_length")
-    target_length = 4 * max(trained, recipe.length)
-    return dataclasses.replace(recipe, skip=dataclasses.replace(recipe.skip, target_length=target_length))
+    return replace(recipe.skip, target_length=4 * max(trained, recipe.length))
 
 
 def _trained_length(checkpoint: Checkpoint) -> int:
     return recorded(checkpoint.text_config, checkpoint.text_config.longattn).length or sys.maxsize
 
 
-def _reach(recipe: Recipe, start: Checkpoint, empty: Any, reads: int) -> tuple[int, tuple[Method, ...], bool]:
-    """Return the length that the model reads after training (0: not asked), its bound methods, and whether it has QK-norm."""
-    attention = recipe.setting.config
-    _check_table(recipe, attention, reads, table_entries(empty))
-    try:
-        facts = facts_for(View(empty), attention or NO_METHOD)
-        bound = attention.bind(facts) if attention else None
-    except ValueError:
-        if attention is not None:
-            raise
-        return 0, (), False  # no method goes into it, and no probe, which jumps over positions
-    reaches = max(int(min(reads, bound.reach)) if bound else reads, facts.train_length or 0)
-    return min(reaches, start.end or reaches), bound.methods if bound else (), facts.qk_norm
-
-
-def _check_table(recipe: Recipe, attention: LongAttnConfig | None, reads: int, table: int | None) -> None:
-    """Raise ValueError for what a model with a learned position table (GPT-2) of so many entries does not take."""
-    if table is None:
+def _check_model(recipe: Recipe, original: Checkpoint, empty: Any, reads: int) -> None:
+    """Raise ValueError for windows, positions or processes that the model does not take."""
+    if recipe.distill is not None and recipe.length > (trained := _trained_length(original)):
+        raise ValueError(
+            f"the teacher was trained at {trained} tokens; windows of {recipe.length} are beyond it: lower length"
+        )
+    if recipe.sequence_parallel > 1:
+        heads = original.text_config.num_attention_heads
+        check_heads(heads, getattr(original.text_config, "num_key_value_heads", None) or heads, recipe.sequence_parallel)
+    if (table := table_entries(empty)) is None:
         return
-    remap, longest = attention and attention.remap, max(recipe.length, *recipe.lengths, *recipe.final_lengths)
-    if longest > table:
-        raise ValueError(f"this model learned its positions, in a table of {table:,}: it cannot read {longest:,} tokens")
+    if recipe.longest > table:
+        raise ValueError(
+            f"this model learned its positions, in a table of {table:,}: it cannot read {recipe.longest:,} tokens"
+        )
+    remap = (attention := recipe.setting.config) and attention.remap
     wrong = [f"{remap.name} changes rotary distances"] if remap else []
     wrong += ["skipped positions lie beyond it"] if reads > table else []
     if wrong:
@@ -262,13 +249,18 @@ def _check_table(recipe: Recipe, attention: LongAttnConfig | None, reads: int, t
         )
 
 
-def _check_held_out(recipe: Recipe, data: Data) -> None:
-    """Raise ValueError if a resumed run is to be measured at a length that its held-out text does not have."""
-    if data.test_task is None and (longest := max(*recipe.lengths, *recipe.final_lengths)) > len(data.held_out):
-        raise ValueError(
-            f"the run began with {len(data.held_out)} tokens held out, and evaluation at length {longest} needs as many: "
-            "shorten evaluation.lengths and evaluation.final_lengths"
-        )
+def _reach(recipe: Recipe, start: Checkpoint, empty: Any, reads: int) -> tuple[int, tuple[Method, ...], bool]:
+    """Return the length that the model reads after training (0: not asked), its bound methods, and whether it has QK-norm."""
+    attention = recipe.setting.config
+    try:
+        facts = facts_for(View(empty), attention or NO_METHOD)
+        bound = attention.bind(facts) if attention else None
+    except ValueError:
+        if attention is not None:
+            raise
+        return 0, (), False  # no method goes into it, and no probe, which jumps over positions
+    reaches = max(int(min(reads, bound.reach)) if bound else reads, facts.train_length or 0)
+    return min(reaches, start.end or reaches), bound.methods if bound else (), facts.qk_norm
 
 
 def _long_text(recipe: Recipe, data: Data, most: int) -> int | None:
@@ -292,7 +284,7 @@ def _within_budget(run: Prepared) -> Prepared:
     fewer = [run.back] + [run.back[:: len(run.back) - 1]] * (len(run.back) > 2)  # the nearest and the farthest
     ways = [(run.back, text) for text in texts] + [(back, None) for back in fewer[1:]]
     for back, text in ways:
-        less = dataclasses.replace(run, back=back, text=text, shortened=(back, text) != (run.back, run.text))
+        less = replace(run, back=back, text=text, shortened=(back, text) != (run.back, run.text))
         training, measuring = less.operations(parameters)
         if measuring <= SHARE * training:
             break

@@ -28,20 +28,18 @@ HARM = 0.05
 Reach = Mapping[str, Sequence[Row]]
 
 
-def distances(to: int, held_out: int) -> tuple[int, ...]:
-    """From how far back passages are repeated, in a model that reads `to` tokens; none where text or model are too short."""
-    if to - PASSAGE < LEAST or held_out < PROBED:
-        return ()
-    return distances_to(to - PASSAGE, POINTS)
-
-
-def unprobed(to: int, held_out: int) -> str:
-    """Why no copies are probed, where `distances` has none."""
+def distances(to: int, held_out: int) -> tuple[tuple[int, ...], str]:
+    """From how far back passages are repeated, in a model that reads `to` tokens; from nowhere, with the reason, where text or
+    model are too short."""
     if not to:
-        return "no copies are probed: their positions jump, which this model does not take"
-    if to - PASSAGE < LEAST:
-        return f"no copies are probed: the model reads {to:,} tokens, {LEAST + PASSAGE:,} are needed"
-    return f"no copies are probed: {held_out:,} tokens are held out, {PROBED:,} are needed"
+        why = "their positions jump, which this model does not take"
+    elif to - PASSAGE < LEAST:
+        why = f"the model reads {to:,} tokens, {LEAST + PASSAGE:,} are needed"
+    elif held_out < PROBED:
+        why = f"{held_out:,} tokens are held out, {PROBED:,} are needed"
+    else:
+        return distances_to(to - PASSAGE, POINTS), ""
+    return (), f"no copies are probed: {why}"
 
 
 def probed(model: Any, data: Data, back: Sequence[int], tick: Tick) -> list[Row]:

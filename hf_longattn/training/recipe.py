@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
+from ..checks import check_dtype
 from ..config import listed
 from ..evaluation.settings import Setting
 from ..files import read_text
@@ -157,6 +158,11 @@ class Recipe:
         return sorted({self.length, *(self.evaluation.final_lengths or self.lengths)})
 
     @property
+    def longest(self) -> int:
+        """The longest text that is trained on or measured, but for the long one at the end."""
+        return max(*self.lengths, *self.final_lengths)
+
+    @property
     def seed(self) -> int:
         return int(self.trainer.get("seed", 42))
 
@@ -243,12 +249,12 @@ def dump(recipe: Recipe) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(recipe)))
 
 
-def differences(before: str, recipe: Recipe) -> list[str]:
-    """The keys in which a recipe is not the one that `dump` wrote before: "trainer.max_steps (6, now 8)". Where a run lies is
-    no difference, nor is how the path of a file or folder is written."""
+def differences(before: Mapping[str, Any], recipe: Recipe) -> list[str]:
+    """The keys in which a recipe is not the one in a file that `dump` wrote: "trainer.max_steps (6, now 8)". Where a run lies
+    is no difference, nor is how the path of a file or folder is written."""
     import yaml
 
-    old, new = (dict(_flat(yaml.safe_load(text))) for text in (before, dump(recipe)))
+    old, new = (dict(_flat(values)) for values in (before, yaml.safe_load(dump(recipe))))  # which reads 1e-05 as a word
     keys = [key for key in {**old, **new} if key != "output" and _meant(key, old) != _meant(key, new)]
     return [f"{key} ({_said(key, old)}, now {_said(key, new)})" for key in keys]
 
@@ -284,13 +290,14 @@ def check(recipe: Recipe) -> None:
 def _check_inputs(recipe: Recipe) -> None:
     if recipe.model is None:
         raise ValueError("give a model to train: model=NAME or a directory")
+    check_dtype(recipe.dtype, "auto")
     if recipe.data is None:
         raise ValueError("data is missing: give text files or a data set, data=FILE or data=OWNER/NAME:SPLIT")
     for name, value in (("data", recipe.data), ("heldout", recipe.heldout)):
         entries = value if isinstance(value, list) else [value]
         if value is not None and not all(isinstance(entry, str) and entry for entry in entries):
             raise ValueError(f"{name} must be a file, a data set or a list of them, got {value!r}")
-    if recipe.length < 2 or any(n < 2 for n in (*recipe.lengths, *recipe.final_lengths)):
+    if min(*recipe.lengths, *recipe.final_lengths) < 2:
         raise ValueError("length and evaluation lengths must be at least 2 tokens")
     if recipe.evaluation.far is not None and recipe.evaluation.far < 0:
         raise ValueError(f"evaluation.far is a number of tokens, or 0, got {recipe.evaluation.far}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from zipfile import is_zipfile
 
+import yaml
 from safetensors import SafetensorError, safe_open
 
 from ..checks import Refused
@@ -30,8 +32,18 @@ def locked(output: Path) -> AbstractContextManager[None]:
     return alone(output / LOCK_FILE, "training")
 
 
-def resumed_from(recipe: Recipe, output: Path, resume: bool) -> str | None:
-    """The checkpoint to go on from; None for a new run. `Refused`: the folder holds another run, or none to go on with."""
+def refuse_beside_another(output: Path) -> None:
+    """Raise `Refused` if another command trains into a folder; a lock whose holder was killed is removed."""
+    if is_first() and (output / LOCK_FILE).exists():
+        with locked(output):
+            pass
+
+
+def resumed_from(recipe: Recipe, output: Path, resume: bool) -> tuple[str | None, Recipe]:
+    """The checkpoint to go on from, None for none; and the recipe as the run began, by whose evaluation text was held out.
+
+    `Refused`: the folder holds another run, or none to go on with.
+    """
     if not resume:
         there = output.exists() and (not output.is_dir() or any(p.name != LOCK_FILE for p in output.iterdir()))
         if there and is_first():  # other processes may come after the first has begun to write
@@ -39,13 +51,13 @@ def resumed_from(recipe: Recipe, output: Path, resume: bool) -> str | None:
             state = f"the run in {output} is finished" if begun and finished else f"{output} exists"
             way = ", or continue with --resume" if begun and not finished else ""
             raise Refused(f"{state}; nothing is overwritten: choose another output{way}")
-        return None
+        return None, recipe
     if not (output / RECIPE_FILE).is_file():
         raise Refused(f"{output} holds no run to resume")
     if (output / METRICS_FILE).exists():
         raise Refused(f"the run in {output} is finished: there is nothing to resume")
-    changed = differences((output / RECIPE_FILE).read_text(encoding="utf-8"), recipe)
-    if changed := [key for key in changed if not key.startswith("evaluation.")]:
+    before = yaml.safe_load((output / RECIPE_FILE).read_text(encoding="utf-8"))
+    if changed := [key for key in differences(before, recipe) if not key.startswith("evaluation.")]:
         raise Refused(
             f"{output / RECIPE_FILE} differs from this recipe in {', '.join(changed)}: resume with the settings that it was "
             "started with (those of evaluation may change)"
@@ -56,16 +68,8 @@ def resumed_from(recipe: Recipe, output: Path, resume: bool) -> str | None:
             f"the checkpoint {checkpoint} cannot be loaded ({why}): remove that folder to go on from the one before it, or "
             "from the start where there is none"
         )
-    return None if checkpoint is None else str(checkpoint)
-
-
-def began_with(recipe: Recipe, output: Path, resume: bool) -> Evaluation:
-    """Return how a run was to be measured when it began, by which its held-out text was chosen."""
-    if not resume:
-        return recipe.evaluation
-    from omegaconf import OmegaConf
-
-    return Evaluation(**OmegaConf.to_container(OmegaConf.load(output / RECIPE_FILE))["evaluation"])  # type: ignore[arg-type, index, call-overload]
+    began = dataclasses.replace(recipe, evaluation=Evaluation(**before["evaluation"]))
+    return None if checkpoint is None else str(checkpoint), began
 
 
 def last_checkpoint(output: Path) -> Path | None:

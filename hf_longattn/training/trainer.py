@@ -20,7 +20,7 @@ from transformers.utils import is_liger_kernel_available
 from ..core.tracing import wide_device
 from ..evaluation.rows import Row
 from ..integration import update
-from ..integration.engines.ulysses import check_heads, split_sequence, unsplit
+from ..integration.engines.ulysses import split_sequence, unsplit
 from .data import Data, PartCollator
 from .held_out import Tick, held_out_sums, metrics, tokens_read
 from .loss import PARTS
@@ -40,6 +40,9 @@ def arguments(recipe: Recipe) -> TrainingArguments:
         shape = {"num_decay_steps": cooldown, "decay_type": "linear"}
         settings |= {"lr_scheduler_type": "warmup_stable_decay", "warmup_steps": warmup, "lr_scheduler_kwargs": shape}
     args = TrainingArguments(output_dir=recipe.output, **settings | recipe.trainer)
+    count = recipe.sequence_parallel
+    if args.world_size % count:
+        raise ValueError(f"sequence_parallel is {count}, which does not divide the number of processes, {args.world_size}")
     _check_reports(args.report_to)
     if args.use_liger_kernel and not is_liger_kernel_available():
         raise ValueError("trainer.use_liger_kernel needs liger-kernel, which is not installed here: leave it out")
@@ -62,21 +65,6 @@ def _check_reports(names: list[str]) -> None:
         raise ValueError(f"trainer.report_to={missing[0]}, which is not installed here: install it, or leave report_to out")
 
 
-def part_of(recipe: Recipe, args: TrainingArguments) -> tuple[int, int]:
-    """Return the part of its windows that this process trains on, and the number of parts."""
-    count = recipe.sequence_parallel
-    return args.process_index % count, count
-
-
-def check_processes(recipe: Recipe, args: TrainingArguments, text: Any) -> None:
-    """Raise ValueError where the processes at hand, or the model's heads, cannot be divided as the recipe says."""
-    count = recipe.sequence_parallel
-    if args.world_size % count:
-        raise ValueError(f"sequence_parallel is {count}, which does not divide the number of processes, {args.world_size}")
-    if count > 1:
-        check_heads(text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads, count)
-
-
 class RecipeTrainer(Trainer):
     """Computes the loss that its model's forward gives (see `loss.CausalLoss`) and logs it by position.
 
@@ -95,7 +83,7 @@ class RecipeTrainer(Trainer):
         tokenizer: Any,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        self.part = part_of(recipe, args)
+        self.part = args.process_index % recipe.sequence_parallel, recipe.sequence_parallel  # of its windows, and of how many
         super().__init__(
             model,
             args,

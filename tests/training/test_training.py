@@ -985,7 +985,7 @@ def test_a_run_goes_on_wherever_it_lies_and_however_its_files_are_named(
     (out / "recipe.yaml").write_text(dump(load_recipe("continue_lora", settings(tiny, tmp_path / "out", **given))))
 
     def resumed(**changes: Any) -> str | None:
-        return resumed_from(load_recipe("continue_lora", settings(tiny, out, **given | changes)), out, True)
+        return resumed_from(load_recipe("continue_lora", settings(tiny, out, **given | changes)), out, True)[0]
 
     for change in ({"model": "model/"}, {"data": "./train.txt"}, {"data": "[train.txt]"}, {"heldout": tiny / "te*.txt"}):
         assert resumed(**change) is None
