@@ -27,7 +27,7 @@ def held_out_sums(
 ) -> dict[int, Tensor]:
     """Sums per length, float64, so that processes can add theirs up; `share` is (this process, processes).
 
-    All make equally many forward passes, as they must where weights are sharded: one that has less to do repeats a text.
+    All processes make equally many forward passes, as sharded weights need: one that has less to do repeats a text.
 
     Text: summed loss and tokens of each doubling range of positions (see `edges`), shape (ranges, 2). Needles: summed loss of
     the answers and their tokens, then needles found and needles, shape (2, 2).

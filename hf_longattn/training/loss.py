@@ -32,8 +32,8 @@ class CausalLoss:
         model: a causal language model (inside PEFT's wrapper, if any).
         distill: how the teacher counts; None for no teacher.
         teacher: opens the context in which `model` is the teacher, which has no dropout.
-        jumps: whether the positions of rows jump, each a text of its own: a sliding window is then counted in positions. The
-            teacher reads every row as a plain text.
+        jumps: whether the positions of rows jump. Each row is one text all the same, in which a sliding window counts
+            positions; the teacher reads it at consecutive ones.
         part: which part of its windows this process holds, and how many parts there are.
     """
 

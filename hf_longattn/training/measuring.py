@@ -27,9 +27,12 @@ from .trainer import RecipeTrainer
 def measured(
     prepared: Prepared, trainer: RecipeTrainer, base: Callable[[], AbstractContextManager[None]]
 ) -> tuple[dict[str, dict[int, dict[str, Any]]], dict[str, list[Row]]]:
-    """Held-out losses by model and length, and the rows of a probe by model: of the trained model; to compare, of the
-    unadapted base, alone and under the method; and losses of the base with YaRN for the recipe's longest length, if that is
-    beyond its trained one."""
+    """Measure the trained model and, to compare, its base: as it came, under the untrained method, and with YaRN where the
+    recipe's longest length is beyond the trained one.
+
+    Returns:
+        Held-out losses by model and length; the rows of a probe by model, of all but YaRN.
+    """
     recipe, original = prepared.recipe, prepared.original
     beyond = max(recipe.final_lengths) / prepared.trained_length if recipe.evaluation.compare else 0.0
     rotates = getattr(original.text_config, "rope_parameters", None)

@@ -54,7 +54,7 @@ def put_adapter(model: Any, lora: Lora, seed: int) -> Any:
         raise ImportError('lora needs peft: pip install "hf_longattn[train]"') from None
     targets = [name for target in lora.targets for name in (_projections(model) if target == ATTENTION else [target])]
     config = LoraConfig(
-        # by a task PEFT loads the class that it goes with, which a model with pictures is not; without one the model's own
+        # by a task PEFT picks the class to load, wrong for a model with pictures; without one it takes the model's own
         task_type="CAUSAL_LM" if type(model) in classes_for(AutoModelForCausalLM, model.config) else None,
         r=lora.r,
         lora_alpha=lora.alpha,
@@ -74,7 +74,7 @@ def put_adapter(model: Any, lora: Lora, seed: int) -> Any:
             if not absent:
                 raise
         else:
-            absent &= set(wrapped.peft_config["default"].target_modules)  # without names of before that PEFT has translated
+            absent &= set(wrapped.peft_config["default"].target_modules)  # PEFT translates names of older models
         if absent:
             names = sorted({name.rpartition(".")[2] for name in own})
             hint = did_you_mean(first := min(absent), names)

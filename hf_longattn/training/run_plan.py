@@ -18,7 +18,7 @@ from .recipe import Recipe
 
 #: A run that takes longer is asked about first.
 DAYS = 2
-#: From so many readings of each window on, a plan says so.
+#: A plan says so if each window is read more often than this.
 OFTEN = 10
 
 

@@ -195,7 +195,7 @@ class StopAtStep(TrainerCallback):  # type: ignore[misc]
 def interruptible(trainer: Trainer) -> Iterator[None]:
     """While open, a first SIGINT finishes the step and saves a checkpoint before it is a KeyboardInterrupt.
 
-    A second one is that at once. With several processes, which would stop at different steps, already the first.
+    A second one is a KeyboardInterrupt at once; of several processes, which would stop at different steps, so is the first.
     """
     if trainer.args.world_size > 1 or threading.current_thread() is not threading.main_thread():
         yield
