@@ -1,7 +1,8 @@
 """The attention in a saved config, under which its weights were trained: a model's or an adapter's, read in one way.
 
-An adapter's config carries a record: attributes of PEFT's config in memory, keys of adapter_config.json on disk. There its
-`peft_type` is one that PEFT alone refuses, so that no adapter loads under another attention in silence.
+An adapter's config carries a record: in memory in `auto_mapping`, PEFT's field for what a base model is, which every copy of
+a config takes along; on disk as keys of adapter_config.json. There its `peft_type` is one that PEFT alone refuses, so that no
+adapter loads under another attention in silence.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from .names import is_longattn_name, ours_in, short
 #: The record: the method as `LongAttnConfig.to_dict` writes it; rotary settings where they are not those of the base
 #: checkpoint, or that is not known, and the base's; whether the base runs a method by itself, which stays on without adapters.
 RECORD = ("longattn", "rope_parameters", "base_rope_parameters", "base_has_method")
+#: Its key in `auto_mapping`.
+KEY = "hf_longattn"
 #: The name of an attention module's learned parts, by which PEFT's modules_to_save knows them.
 LEARNED = "longattn"
 
@@ -43,8 +46,19 @@ def saved_in(file: Path) -> dict[str, Any]:
     return read_json(file) if file.is_file() else {}
 
 
+def record_of(adapter: Any) -> dict[str, Any]:
+    """The record in an adapter's config in memory; empty: it records no attention."""
+    return (adapter.auto_mapping or {}).get(KEY) or {}
+
+
+def set_record(adapter: Any, record: Mapping[str, Any]) -> None:
+    """Put a record into an adapter's config, in place of the one there; an empty one takes that out."""
+    others = {key: value for key, value in (adapter.auto_mapping or {}).items() if key != KEY}
+    adapter.auto_mapping = others | ({KEY: dict(record)} if record else {}) or None
+
+
 def method_in(saved: Mapping[str, Any]) -> LongAttnConfig | None:
-    """The method that a saved config, or the `vars` of an adapter's, asks for; None: it asks for none."""
+    """The method that a saved config, or an adapter's record, asks for; None: it asks for none."""
     name, section = saved.get("attn_implementation"), saved.get("longattn")
     if (ours := ours_in(name)) is not None:
         return LongAttnConfig.parse(short(ours), section)
@@ -68,15 +82,17 @@ def computed(config: LongAttnConfig | None, scheduled: Collection[str] = ()) -> 
 
 def record(adapter: Any, model: PreTrainedModel, runs: LongAttnConfig | None) -> None:
     """Write the attention that a model runs into the config of its adapter; of a model without a method, take it out."""
-    if runs is None:
-        vars(adapter).update(dict.fromkeys(RECORD))
-    elif not vars(adapter).get("longattn"):
+    known = record_of(adapter)
+    if runs is not None and not known:
         checkpoint = _checkpoint(model)
         own, base = rope.settings_of(model), None if checkpoint is None else rope.settings_of(checkpoint)
-        adapter.rope_parameters, adapter.base_rope_parameters = (own, base) if own != base else (None, None)
+        known["rope_parameters"], known["base_rope_parameters"] = (own, base) if own != base else (None, None)
         ours = checkpoint is not None and (checkpoint.longattn or is_longattn_name(get_implementation(checkpoint)))
-        adapter.base_has_method = bool(ours)
-    adapter.longattn = None if runs is None else runs.to_dict()
+        known["base_has_method"] = bool(ours)
+        if adapter.task_type is None:  # PEFT goes by these where a config names no task
+            names = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
+            adapter.auto_mapping = names | (adapter.auto_mapping or {})
+    set_record(adapter, {} if runs is None else known | {"longattn": runs.to_dict()})
     if (kept := getattr(adapter, "modules_to_save", None)) and not has_learned(model):
         adapter.modules_to_save = sorted(x for x in kept if x.rpartition(".")[2] != LEARNED) or None
 
@@ -86,9 +102,9 @@ def record_in_adapters(view: View, runs: LongAttnConfig | None) -> None:
     model = view.model
     configs = vars(model).get("peft_config") or {}
     for name, adapter in configs.items():
-        if runs is not None and not vars(adapter).get("longattn"):
+        if runs is not None and not record_of(adapter):
             configs[name] = copy.copy(adapter)  # one LoraConfig may serve several models
-        if runs is not None or vars(adapter).get("longattn"):
+        if runs is not None or record_of(adapter):
             record(configs[name], model, runs)
     for adapter in vars(model).get("longattn_adapters", ()):
         record(adapter, model, runs)
@@ -116,8 +132,8 @@ def mark_unsaved(view: View, has_parts: bool, came_now: bool) -> bool:
         came_now: whether some of them have just come.
     """
     for adapter in view.adapters:
-        if came_now or not has_parts:
-            vars(adapter)["longattn_unsaved"] = came_now
+        if (known := record_of(adapter)) and (came_now or not has_parts):
+            set_record(adapter, known | {"unsaved": came_now})
     return came_now and bool(view.adapters)
 
 

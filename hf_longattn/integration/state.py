@@ -11,10 +11,9 @@ Each of these has its part of it as `_longattn`:
 
 Beside these, where other packages look for it: `module.longattn`, an attention module's learned parts, by which state_dicts
 name them; `config.longattn_lengths`, which is saved (see `max_length`); `model.longattn_adapters`, the configs of adapters
-that PEFT notes nowhere on the model; of such a config `longattn_unsaved`, whether learned parts came after its adapter; of a
-manager of continuous batching `longattn`, the method that it was started under. Copies and pickles of a model take all this
-along; models that share their attention modules share it. What a model made of the keys in a cache
-(`AttentionState.rotated_keys`) goes with the cache.
+that PEFT notes nowhere on the model; of a manager of continuous batching `longattn`, the method that it was started under.
+Copies and pickles of a model take all this along; models that share their attention modules share it. What a model made of the
+keys in a cache (`AttentionState.rotated_keys`) goes with the cache.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ import inspect
 import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +42,10 @@ from ..integration.layers import pretrained_in
 from ..integration.max_length import announce_beside
 from ..integration.model import no_untrained_warning, running
 from ..integration.patch import Patch, install
-from ..integration.saved_method import LEARNED, RECORD, computed, method_in
+from ..integration.saved_method import KEY, LEARNED, RECORD, computed, method_in, record_of
 from ..slots.learned import container_of
 from ..user_warnings import warn
 
-#: The record in the config that an adapter is being loaded with.
-_READ: ContextVar[dict[str, Any] | None] = ContextVar("longattn_record", default=None)
 #: The heads that these classes train beside an adapter, and add to the config that they were given, which we have copied.
 HEADS = {peft.PeftModelForTokenClassification: ("classifier", "score"), peft.PeftModelForQuestionAnswering: ("qa_outputs",)}
 
@@ -56,60 +53,28 @@ HEADS = {peft.PeftModelForTokenClassification: ("classifier", "score"), peft.Pef
 
 
 def _save_config(original: Any, self: PeftConfigMixin, save_directory: str, **kwargs: Any) -> None:
-    if vars(self).get("longattn_unsaved") and (method := method_in(vars(self))) is not None:
+    known, folder = record_of(self), Path(save_directory)
+    if known.get("unsaved") and (method := method_in(known)) is not None:
         raise ValueError(
             f"the learned parameters of {method.name} came after this adapter and are not in it, so that what is saved "
             "could not be loaded: save the whole model (merge_and_unload, then hf_longattn.save), or make the adapter after "
             "the method"
         )
     original(self, save_directory, **kwargs)
-    _write_record(self, Path(save_directory))
-    announce_beside(Path(save_directory))
-
-
-def _write_record(config: Any, folder: Path) -> None:
-    path = folder / ADAPTER_FILE
-    if vars(config).get("longattn") and (saved := saved_method.saved_in(path)) and not saved.get("longattn"):
-        saved |= {key: getattr(config, key) for key in RECORD}
-        saved["peft_type"] = saved_method.refused_type(saved["peft_type"])
-        path.write_text(json.dumps(saved, indent=2, sort_keys=True), encoding="utf-8")
-
-
-def _save_model(original: Any, self: PeftModel, save_directory: str, *args: Any, **kwargs: Any) -> None:
-    original(self, save_directory, *args, **kwargs)
-    given = inspect.signature(original).bind(self, save_directory, *args, **kwargs).arguments
-    if given.get("is_main_process", True):
-        for name in given.get("selected_adapters") or self.peft_config:
-            _write_record(self.peft_config[name], Path(save_directory) / ("" if name == "default" else name))
+    if known:
+        saved = saved_method.saved_in(folder / ADAPTER_FILE)
+        saved["auto_mapping"] = {key: x for key, x in (saved["auto_mapping"] or {}).items() if key != KEY} or None
+        saved |= {key: known[key] for key in RECORD} | {"peft_type": saved_method.refused_type(saved["peft_type"])}
+        (folder / ADAPTER_FILE).write_text(json.dumps(saved, indent=2, sort_keys=True), encoding="utf-8")
+    announce_beside(folder)
 
 
 def _from_json_file(original: Any, cls: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     saved: dict[str, Any] = original(cls, *args, **kwargs)
+    known = {key: saved.pop(key, None) for key in RECORD}
+    if known["longattn"]:
+        saved["auto_mapping"] = (saved.get("auto_mapping") or {}) | {KEY: known}
     return saved | {"peft_type": saved_method.type_of(saved)} if "peft_type" in saved else saved
-
-
-def _from_peft_type(original: Any, cls: Any, **kwargs: Any) -> Any:
-    found = {key: kwargs.pop(key, None) for key in RECORD}
-    config = original(cls, **kwargs)
-    vars(config).update(found)  # None too: it was loaded, and records no attention
-    if (read := _READ.get()) is not None:
-        read.update(found)
-    return config
-
-
-@contextmanager
-def _reading() -> Iterator[None]:
-    """While open, the record that is read with an adapter is kept: a kind of config of another package may drop it."""
-    token = _READ.set({})
-    try:
-        yield
-    finally:
-        _READ.reset(token)
-
-
-def _from_pretrained(original: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
-    with _reading():
-        return original(cls, *args, **kwargs)
 
 
 # an adapter joins a model ------------------------------------------------------------------------------------------------
@@ -125,9 +90,7 @@ def _joining(config: Any, model: nn.Module, others: Collection[Any]) -> Any:
         TypeError: the config asks for a method, and this is no transformers model.
         ValueError: as `_restore`; or the adapter cannot save the method's learned parameters, or not run the method.
     """
-    if "longattn" not in vars(config):
-        vars(config).update(_READ.get() or {})
-    base, target = pretrained_in(model), method_in(vars(config))
+    base, target = pretrained_in(model), method_in(record_of(config))
     if base is None:
         if target is not None:
             raise TypeError(f"the adapter was trained under {target.name}, which {type(model).__name__} cannot run")
@@ -140,13 +103,13 @@ def _joining(config: Any, model: nn.Module, others: Collection[Any]) -> Any:
         runs = running(base)
         assert runs is not None
         saved_method.refuse_kind(config, runs)
-        if "longattn" in vars(config) and target is None and config.inference_mode and any(method_in(vars(c)) for c in others):
+        if target is None and config.inference_mode and any(map(record_of, others)):  # it was loaded
             warn(f"the adapter records no attention, and runs under {runs.name}, as the model's other adapters do")
         config = copy.copy(config)  # one LoraConfig may serve several models
         saved_method.record(config, base, runs)
         if hasattr(config, "modules_to_save"):
             config.modules_to_save = saved_method.with_learned(base, config.modules_to_save) or config.modules_to_save
-        elif saved_method.has_learned(base) and not config.base_has_method:
+        elif saved_method.has_learned(base) and not record_of(config)["base_has_method"]:
             raise ValueError(
                 f"{type(config).__name__} has no modules_to_save, so the learned parameters of {runs.name} would not be saved "
                 "with it: take a kind that has, or save the model first and make the adapter on what you load"
@@ -156,7 +119,7 @@ def _joining(config: Any, model: nn.Module, others: Collection[Any]) -> Any:
 
 def _under_method(config: Any, base: PreTrainedModel) -> bool:
     """Tell whether an adapter's model runs a method, or gets one with it."""
-    return method_in(vars(config)) is not None or running(base) is not None or is_disabled(base)
+    return method_in(record_of(config)) is not None or running(base) is not None or is_disabled(base)
 
 
 def _restore(config: Any, target: LongAttnConfig, model: PreTrainedModel, others: Collection[Any]) -> None:
@@ -172,15 +135,16 @@ def _restore(config: Any, target: LongAttnConfig, model: PreTrainedModel, others
     if now is None and others:
         way = f"give it a model of its own, or apply {target.name} to this one first if the others are to run under it"
         raise ValueError(f"the adapter was trained under {target.name}, and the model's other adapters under no method: {way}")
-    settings = rope.settings_of(model)
-    turned = config.rope_parameters is not None and config.rope_parameters != settings
+    settings, known = rope.settings_of(model), record_of(config)
+    trained = known["rope_parameters"]
+    turned = trained is not None and trained != settings
     if turned:
-        if settings != config.base_rope_parameters:
+        if settings != known["base_rope_parameters"]:
             raise ValueError(
-                f"the adapter was trained with rope_parameters {config.rope_parameters}, the model has {settings}: load the "
-                "base model with the adapter's (config.rope_parameters = ...)"
+                f"the adapter was trained with rope_parameters {trained}, the model has {settings}: load the base model with "
+                "the adapter's (config.rope_parameters = ...)"
             )
-        rope.exchange(model, rope.build(model, config.rope_parameters))
+        rope.exchange(model, rope.build(model, trained))
     further = now is not None and (target.extended_to or 0) > (now.extended_to or 0)
     if now is None or turned or further:
         try:
@@ -238,20 +202,18 @@ def _following(config: Any, model: nn.Module, others: Collection[Any]) -> Any:
 def _load_adapter(original: Any, self: PeftModel, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
     if adapter_name in self.peft_config:
         _check_weights(model_id, kwargs, self)
-    with _reading():
-        return original(self, model_id, adapter_name, *args, **kwargs)
+    return original(self, model_id, adapter_name, *args, **kwargs)
 
 
 def _load_into_transformers(
     original: Any, self: Any, peft_model_id: Any = None, adapter_name: Any = None, peft_config: Any = None, **kwargs: Any
 ) -> Any:
     there = (adapter_name or "default") in (vars(self).get("peft_config") or ())
-    if peft_model_id is not None and (there or not (peft_config is None or method_in(vars(peft_config)))):
+    if peft_model_id is not None and (there or not (peft_config is None or record_of(peft_config))):
         _check_weights(peft_model_id, kwargs | (kwargs.get("adapter_kwargs") or {}), self)
     if kwargs.get("hotswap") is True and (runs := running(self)) is not None:
         raise _no_hotswap(runs)
-    with _reading():
-        info = original(self, peft_model_id, adapter_name, peft_config, **kwargs)
+    info = original(self, peft_model_id, adapter_name, peft_config, **kwargs)
     if lost := [key for key in getattr(info, "unexpected_keys", ()) if f".{LEARNED}." in key]:
         raise NotImplementedError(
             f"transformers {transformers.__version__} does not load the learned parameters of an adapter ({lost[0]}, ...): "
@@ -278,12 +240,12 @@ def _no_hotswap(method: LongAttnConfig) -> NotImplementedError:
 
 def _refuse_hotswap(original: Any, config0: Any, config1: Any) -> None:
     original(config0, config1)
-    if (method := method_in(vars(config0)) or method_in(vars(config1))) is not None:
+    if (method := method_in(record_of(config0)) or method_in(record_of(config1))) is not None:
         raise _no_hotswap(method)
 
 
 def _refuse_weights(config: Any, runs: LongAttnConfig | None) -> None:
-    target, scheduled = method_in(vars(config)), ("strength",)
+    target, scheduled = method_in(record_of(config)), ("strength",)
     if target is not None and computed(target, scheduled) != computed(runs, scheduled):
         raise _other(target, runs, "only its weights would be read. Load it into a base model (PeftModel.from_pretrained)")
 
@@ -328,14 +290,14 @@ def _refuse_call(original: Any, self: PeftModel, *args: Any, **kwargs: Any) -> A
 
 def _off(configs: dict[str, Any], model: nn.Module) -> None:
     """Let a model without its adapters be the base model again: without their method, and with the base's rotation."""
-    if (config := _bringing(configs)) is not None:
-        disable(model, config.base_rope_parameters)
+    if (known := _bringing(configs)) is not None:
+        disable(model, known["base_rope_parameters"])
 
 
-def _bringing(configs: Mapping[str, Any]) -> Any:
-    """The config of an adapter that brought the model's method; None: the base has it too, or there is none."""
-    config = next((c for c in configs.values() if vars(c).get("longattn")), None)
-    return None if config is None or config.base_has_method else config
+def _bringing(configs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The record of an adapter that brought the model's method; None: the base has it too, or there is none."""
+    known = next(filter(None, map(record_of, configs.values())), None)
+    return None if known is None or known["base_has_method"] else known
 
 
 def _on(model: nn.Module) -> None:
@@ -410,9 +372,6 @@ def _enable_adapters(original: Any, self: PreTrainedModel) -> None:
 PATCHES = (
     Patch(PeftConfigMixin, "save_pretrained", _save_config, "PEFT saves no attention; and alone it must refuse what has one"),
     Patch(PeftConfigMixin, "from_json_file", _from_json_file, "the type that PEFT alone refuses would be refused here too"),
-    Patch(PeftConfigMixin, "from_peft_type", _from_peft_type, "the attention in a file would be dropped with a warning"),
-    Patch(PeftModel, "save_pretrained", _save_model, "configs of another package's kind may save copies, without"),
-    Patch(PeftModel, "from_pretrained", _from_pretrained, "such a kind may load as a copy, too"),
     Patch(
         PeftModel,
         "__init__",

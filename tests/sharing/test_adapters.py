@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 
 import hf_longattn
 from hf_longattn import LongAttnConfig
+from hf_longattn.integration.saved_method import record_of
 
 peft = pytest.importorskip("peft")
 
@@ -263,7 +264,7 @@ def test_a_base_with_a_method_of_its_own_keeps_it(bases: dict[str, Path], tmp_pa
     m.save_pretrained(tmp_path / "base")
     want = logits(m)
     m = adapted(tmp_path / "base", name)
-    assert m.peft_config["default"].base_has_method
+    assert record_of(m.peft_config["default"])["base_has_method"]
     with m.disable_adapter():
         close(logits(m), want, 1e-6)
     m.save_pretrained(tmp_path / "adapter")
@@ -373,9 +374,9 @@ def test_an_adapter_that_is_refused_leaves_the_rotary_encoding(
 
 def test_without_a_checkpoint_the_settings_are_recorded_as_they_are(tmp_path: Path) -> None:
     m = peft.get_peft_model(hf_longattn.apply(stock("llama"), PLAIN), lora())
-    recorded = m.peft_config["default"]
-    assert recorded.rope_parameters == stock("llama").config.rope_parameters
-    assert recorded.base_rope_parameters is None
+    recorded = record_of(m.peft_config["default"])
+    assert recorded["rope_parameters"] == stock("llama").config.rope_parameters
+    assert recorded["base_rope_parameters"] is None
     m.save_pretrained(tmp_path)
     assert torch.equal(logits(peft.PeftModel.from_pretrained(stock("llama"), tmp_path)), logits(m))
 
@@ -425,7 +426,7 @@ def test_adapters_follow_the_method(bases: dict[str, Path], tmp_path: Path) -> N
     m.save_pretrained(tmp_path / "updated")
     close(logits(peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "updated")), want, 1e-6)
     m.set_attn_implementation("longattn")
-    assert LongAttnConfig.parse(m.peft_config["default"].longattn).logit_map.tau == 40.0
+    assert LongAttnConfig.parse(record_of(m.peft_config["default"])["longattn"]).logit_map.tau == 40.0
     with pytest.warns(UserWarning, match="learned parameters came after the adapter"):
         hf_longattn.apply(m, METHODS["learned"])
     with pytest.raises(ValueError, match=r"came after this adapter and are not in it.*merge_and_unload"):
@@ -665,6 +666,15 @@ def test_the_type_that_peft_refuses_is_on_disk_alone(bases: dict[str, Path], tmp
     assert peft.PeftConfig._get_peft_type(tmp_path / "a") == "LORA"
 
 
+def test_a_config_without_a_task_names_the_class_of_its_base(bases: dict[str, Path], tmp_path: Path) -> None:
+    m = adapted(bases["llama"], task_type=None)
+    m.save_pretrained(tmp_path)
+    named = json.loads((tmp_path / "adapter_config.json").read_text())["auto_mapping"]
+    m.peft_config["default"].save_pretrained(tmp_path)  # alone, as transformers saves it
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["auto_mapping"] == named
+    assert torch.equal(logits(peft.AutoPeftModel.from_pretrained(tmp_path)), logits(m))
+
+
 # without the package ----------------------------------------------------------------------------------------------------
 
 
@@ -759,7 +769,11 @@ def test_a_config_of_another_package_that_copies_itself_keeps_the_method(
     loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bases["llama"]), where)
     assert hf_longattn.get_config(loaded) == hf_longattn.get_config(model)
     loaded.load_adapter(where, "second")
-    assert loaded.peft_config["second"].longattn == model.peft_config[name].longattn
+    assert record_of(loaded.peft_config["second"]) == record_of(model.peft_config[name])
+    with pytest.warns(UserWarning, match="learned parameters came after the adapter"):
+        hf_longattn.apply(model, METHODS["learned"])
+    with pytest.raises(ValueError, match="came after this adapter and are not in it"):
+        model.save_pretrained(tmp_path / "late")
     plain = AutoModelForCausalLM.from_pretrained(bases["llama"])
     new = peft.get_peft_model(plain, OtherLoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    assert new.peft_config["default"].__dict__.get("longattn") is None
+    assert not record_of(new.peft_config["default"])
