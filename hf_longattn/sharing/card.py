@@ -89,13 +89,10 @@ class Facts:
 
     @property
     def data(self) -> dict[str, Any]:
-        """Those that a card of what is made of the model repeats, as plain data."""
-        told: dict[str, Any] = {
-            "training_lengths": [*self.training_lengths],
-            "training": dict(self.training or {}),
-            "reach": self.reach,
-        }
-        told |= {"metrics": self.numbers, "base_metrics": self.base_numbers, "evaluated_on": self.evaluated_on}
+        """Those that a card of what is made of the model repeats, as plain data: numbers and words."""
+        told: dict[str, Any] = {"training_lengths": [int(n) for n in self.training_lengths]}
+        told |= {"training": {name: str(fact) for name, fact in (self.training or {}).items()}, "reach": self.reach}
+        told |= {"metrics": self.numbers, "base_metrics": self.base_numbers, "evaluated_on": str(self.evaluated_on or "")}
         return {name: fact for name, fact in told.items() if fact}
 
     @staticmethod
