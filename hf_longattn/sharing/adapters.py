@@ -42,7 +42,7 @@ from ..integration.layers import pretrained_in
 from ..integration.max_length import announce_beside
 from ..integration.model import no_untrained_warning, running
 from ..integration.patch import Patch, install
-from ..integration.saved_method import KEY, LEARNED, RECORD, computed, method_in, record_of
+from ..integration.saved_method import KEY, LEARNED, RECORD, computed, method_in, record_of, set_record
 from ..slots.learned import container_of
 from ..user_warnings import warn
 
@@ -103,9 +103,10 @@ def _joining(config: Any, model: nn.Module, others: Collection[Any]) -> Any:
         runs = running(base)
         assert runs is not None
         saved_method.refuse_kind(config, runs)
-        if target is None and config.inference_mode and any(map(record_of, others)):  # it was loaded
+        if target is None and config.inference_mode and any(map(record_of, others)):  # and was loaded
             warn(f"the adapter records no attention, and runs under {runs.name}, as the model's other adapters do")
         config = copy.copy(config)  # one LoraConfig may serve several models
+        set_record(config, {key: x for key, x in record_of(config).items() if key in RECORD})  # it saves what came before it
         saved_method.record(config, base, runs)
         if hasattr(config, "modules_to_save"):
             config.modules_to_save = saved_method.with_learned(base, config.modules_to_save) or config.modules_to_save
