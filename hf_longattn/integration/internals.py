@@ -1,8 +1,8 @@
 """The door to Transformers: each fact that it does not promise is one function, tested by tests/integration/test_internals.py.
 
 `patches.py` beside it names the functions of Transformers that are wrapped. Other modules use names without an
-underscore. A test that fails here on a new release says which function to write anew. Facts of torch's modules, accelerate and
-DeepSpeed stand below.
+underscore. A test that fails here on a new release says which function to write anew. Facts of torch's modules, accelerate,
+DeepSpeed and bitsandbytes stand below.
 """
 
 from __future__ import annotations
@@ -296,3 +296,11 @@ def deepspeed_group() -> Any:
     """Return the processes among which DeepSpeed splits sequences, or None."""
     state = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
     return None if state is None else state._SEQUENCE_PARALLEL_GROUP
+
+
+def packs_when_evaluated(module: nn.Module) -> bool:
+    """Tell whether evaluating a module changes its weights for good: bitsandbytes packs those of 4 bit for some CPUs.
+
+    Packed weights pass zeros on as gradients, and `state_dict`, which PEFT calls, unpacks them to others.
+    """
+    return bool(vars(module).get("support_avx512bf16_for_cpu"))

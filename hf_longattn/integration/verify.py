@@ -18,7 +18,7 @@ from ..core.tracing import readable
 from ..user_warnings import warn
 from .forward_context import is_probing, probing
 from .gate import gate_of
-from .internals import foreign_forward, get_implementation, has_hook, input_embeddings
+from .internals import foreign_forward, get_implementation, has_hook, input_embeddings, packs_when_evaluated
 from .layers import Layer, View
 from .names import is_longattn_name
 from .rotation import FAR_APART, PROBE, Convention, RotarySource, find_axes, find_convention, find_rotary
@@ -257,13 +257,16 @@ def unrotated(source: RotarySource, methods: Mapping[nn.Module, LayerMethod]) ->
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """While open, the model is in evaluation mode; afterwards each of its modules is in the mode that it was in."""
-    training = [m for m in model.modules() if m.training]
+    modes = [(m, m.training) for m in model.modules()]
     model.eval()
+    for module, _ in modes:
+        if packs_when_evaluated(module):
+            module.training = True  # which changes nothing that it computes
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for module, training in modes:
+            module.training = training
 
 
 @functools.partial(

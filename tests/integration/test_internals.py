@@ -202,3 +202,11 @@ def test_a_class_that_names_no_embeddings_of_tokens() -> None:
     model = DecisionTransformerModel(DecisionTransformerConfig(hidden_size=8, n_layer=1, n_head=1))
     assert internals.input_embeddings(model) is None
     assert internals.input_embeddings(stock("llama")) is not None
+
+
+def test_evaluating_bitsandbytes_weights_of_4_bit_packs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: True)
+    layer = bitsandbytes.nn.Linear4bit(64, 64, bias=False).to("cpu")
+    assert internals.packs_when_evaluated(layer)
+    assert not internals.packs_when_evaluated(nn.Linear(1, 1))
