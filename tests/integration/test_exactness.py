@@ -12,13 +12,13 @@ import torch
 from cases import CASES, DEFAULT, FAMILIES, SUBSET, families
 from helpers import (
     NO_WINDOWS,
-    RELATIVE_ONLY,
     SCENARIOS,
     TOLERANCE,
     close,
     crossed,
     expected,
     fresh,
+    holds_for,
     model,
     static,
     stock,
@@ -43,11 +43,6 @@ FEW = [(family, case) for case in OTHERS for family in families(case)]
 SOME = [*INNER, *(pair for n, pair in enumerate(FEW) if n % 3 == 0 and pair not in INNER)]
 EVERY = crossed([*INNER[: len(FAMILIES)], *FEW], INNER)
 BACKENDS = [pytest.param(backend, *p.values, marks=p.marks) for backend in ("tiled", "reference") for p in EVERY]
-
-
-def holds_for(name: str, family: str) -> bool:
-    sliding = "layer_types" in FAMILIES[family][1]
-    return not (name in RELATIVE_ONLY and family == "gpt2") and not (name in NO_WINDOWS and sliding)
 
 
 def margin(case: str) -> float:

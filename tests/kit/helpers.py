@@ -249,6 +249,12 @@ NO_WINDOWS = {"padded_inside", "interleaved", "interleaved_cached"}
 NO_WINDOWS |= {"second_turn", "second_turn_static", "second_turn_token_by_token"}
 
 
+def holds_for(name: str, family: str) -> bool:
+    """Tell whether a scenario gives a family's logits of one plain pass."""
+    sliding = "layer_types" in FAMILIES[family][1]
+    return not (name in RELATIVE_ONLY and family == "gpt2") and not (name in NO_WINDOWS and sliding)
+
+
 def scenario(function: Scenario) -> Scenario:
     SCENARIOS[function.__name__] = torch.no_grad()(function)
     return function
