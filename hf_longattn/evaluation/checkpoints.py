@@ -167,7 +167,8 @@ class Checkpoint:
     def under(self, setting: Setting) -> Checkpoint:
         """What a setting reads: the checkpoint that it names, or this one, with its adapter and its position encoding.
 
-        ValueError: this is a loaded model, which is read under methods alone.
+        ValueError: this is a loaded model, which is read under methods alone; or the setting changes the rotation of a
+            checkpoint whose own method remaps it.
         """
         if self.is_loaded and setting.model is None and (setting.rope is not None or setting.adapter is not None):
             raise ValueError(
@@ -179,6 +180,14 @@ class Checkpoint:
         elif setting.model is None:
             found.config = copy.deepcopy(self.config)
         if setting.rope is not None:
+            remap = None if found.method is None else found.method.remap
+            replaced = setting.config is not None and setting.config.remap is not None
+            if remap is not None and not remap.stack and not replaced:
+                raise ValueError(
+                    f"setting {setting.name!r}: the checkpoint runs {remap.name}, which remaps the rotation that it was "
+                    f"trained with, and {setting.rope} changes that rotation. Take the method out first, by "
+                    "hf_longattn.remove(model) and hf_longattn.save(model, folder), or give the model that it was put into"
+                )
             edit_rope(found.config, setting.rope, setting.train_length)
         return found
 

@@ -1,19 +1,78 @@
-"""Models under settings: weights loaded, rope edited, adapter merged, method applied."""
+"""Models under settings: built without weights, to find what is wrong; or loaded, adapter merged, method applied."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ..checks import Refused
 from ..config import LongAttnConfig
+from ..files import RECIPE_FILE
 from ..integration import apply
+from ..integration.layer_methods import facts_for
+from ..integration.layers import View
 from ..integration.model import no_untrained_warning, running
 from ..scoped_method import AsItWas
-from ..slots.method import SLOTS
+from ..slots.method import SLOTS, ModelFacts
+from ..user_warnings import warn
 from .checkpoints import Checkpoint
 from .settings import UNMODIFIED, Setting
+
+
+def check_setting(setting: Setting, checkpoint: Checkpoint, head: bool = True) -> ModelFacts:
+    """Everything that can be wrong with a setting on a checkpoint, found on its config alone, before any weights are read.
+
+    Args:
+        head: whether losses or answers will be measured, which takes a language-model head.
+
+    Returns:
+        What the methods know about the model; `train_length` among it.
+
+    Raises:
+        ValueError: the method does not fit the model, or clashes with its position encoding.
+
+    Warns of an adapter that no word about attention comes with.
+    """
+    asked = checkpoint.under(setting)
+    asked.check_reads(head)
+    try:
+        empty = asked.build()
+        if setting.config is not None:
+            _put(setting.config, empty, setting, checkpoint)
+        runs = running(empty)
+        if setting.adapter is not None and runs is None and not _trained_as_a_control(Path(setting.adapter)):
+            warn(
+                f"setting {setting.name!r}: the adapter in {setting.adapter} records no attention, so it is measured without "
+                "a method. If it was trained under one, name that in its entry of a settings file (method: ...)",
+            )
+        length, source = (None, "") if runs is None else (runs.train_length, runs.train_length_source)
+        facts = facts_for(View(empty), LongAttnConfig(train_length=setting.train_length or length))
+        # as it was told or read when the method that runs came
+        return dataclasses.replace(facts, train_length_source=source) if source and not setting.train_length else facts
+    except (ValueError, RuntimeError, KeyError) as error:  # the latter two of PEFT: other shapes, no such kind of adapter
+        raise ValueError(f"setting {setting.name!r}: {error}") from None
+
+
+def _put(method: LongAttnConfig, model: Any, setting: Setting, checkpoint: Checkpoint) -> None:
+    """Put a setting's method into its model, beside what the checkpoint runs by itself: what the setting's adapter records
+    gives way to the whole of it.
+    """
+    own = running(model)
+    if setting.adapter is not None:
+        own = (checkpoint if setting.model is None else Checkpoint(setting.model)).method
+    apply(model, filled(method, own))
+
+
+def _trained_as_a_control(folder: Path) -> bool:
+    """Tell whether a recipe beside an adapter says that it was trained without a method."""
+    if not (file := folder / RECIPE_FILE).is_file():
+        return False
+    import yaml
+
+    recipe = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return isinstance(recipe, dict) and recipe.get("method", "") is None
 
 
 def load_setting(
@@ -36,7 +95,7 @@ def load_setting(
     if setting.config is not None:
         with no_untrained_warning():
             method = calibrated(loaded, setting.config) if calibrated else setting.config
-            apply(loaded, joined(method, setting, checkpoint, running(loaded)))
+            _put(method, loaded, setting, checkpoint)
     return loaded.to(device).eval()
 
 
@@ -84,17 +143,6 @@ class OneModel:
         """Let the model run what it ran."""
         if self.loaded is not None:
             self.was.give_back()
-
-
-def joined(method: LongAttnConfig, setting: Setting, checkpoint: Checkpoint, runs: LongAttnConfig | None) -> LongAttnConfig:
-    """A setting's method with what the checkpoint runs beside it; what an adapter records gives way to the whole of it.
-
-    Args:
-        runs: what the model runs that was loaded for the setting.
-    """
-    if setting.adapter is None:
-        return filled(method, runs)
-    return filled(method, checkpoint.method if setting.model is None else Checkpoint(setting.model).method)
 
 
 def filled(asked: LongAttnConfig, own: LongAttnConfig | None) -> LongAttnConfig:

@@ -20,8 +20,7 @@ from ..integration.max_length import announce
 from ..integration.model import running
 from .checkpoints import Checkpoint, carry, load_tokenizer
 from .experiment import fingerprint, of_text
-from .loading import load_setting
-from .preflight import check_setting
+from .loading import check_setting, load_setting
 from .report import figures
 from .report.page import Table
 from .rows import SEARCHED, Row, RowFile, versions_line

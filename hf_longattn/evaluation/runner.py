@@ -16,9 +16,8 @@ from ..slots.registry import did_you_mean
 from .checkpoints import Checkpoint
 from .corpus import Corpus
 from .experiment import Cell, Experiment, fingerprint, of_text
-from .loading import OneModel, load_setting
+from .loading import OneModel, check_setting, load_setting
 from .options import EvalOptions
-from .preflight import check_setting
 from .report.page import DATA, FIGURES, PAGE
 from .results import Results
 from .rows import PROTOCOL, Row, RowFile, versions_line

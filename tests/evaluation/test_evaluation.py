@@ -41,9 +41,8 @@ from hf_longattn.evaluation import (
 from hf_longattn.evaluation.checkpoints import Checkpoint, edit_rope
 from hf_longattn.evaluation.corpus import reading
 from hf_longattn.evaluation.experiment import fingerprint
-from hf_longattn.evaluation.loading import OneModel, load_setting
+from hf_longattn.evaluation.loading import OneModel, check_setting, load_setting
 from hf_longattn.evaluation.measures.losses import crops
-from hf_longattn.evaluation.preflight import check_setting
 from hf_longattn.evaluation.readings import over
 from hf_longattn.evaluation.settings import Setting, parse_settings, read_settings
 from hf_longattn.evaluation.statistics import mean_interval, wilson

@@ -26,9 +26,8 @@ from hf_longattn import LongAttnConfig
 from hf_longattn.cli import app
 from hf_longattn.evaluation import settings as setting_grammar
 from hf_longattn.evaluation.checkpoints import Checkpoint, edit_rope
-from hf_longattn.evaluation.loading import load_setting
+from hf_longattn.evaluation.loading import check_setting, load_setting
 from hf_longattn.evaluation.miniature import miniature
-from hf_longattn.evaluation.preflight import check_setting
 from hf_longattn.evaluation.settings import Setting, parse_settings
 from hf_longattn.integration.caches import CACHE, PAGES
 from hf_longattn.integration.trained_length import ORIGINAL, trained

@@ -245,7 +245,7 @@ class Kind:
 def check_weights(home: Home) -> None:
     from hf_longattn.checks import check_model
     from hf_longattn.evaluation.checkpoints import Checkpoint
-    from hf_longattn.evaluation.preflight import check_setting
+    from hf_longattn.evaluation.loading import check_setting
     from hf_longattn.evaluation.settings import Setting
 
     check_model(str(home.model))
@@ -274,7 +274,7 @@ def _adapted(home: Home) -> Any:
 
 def check_adapter(home: Home) -> None:
     from hf_longattn.evaluation.checkpoints import Checkpoint
-    from hf_longattn.evaluation.preflight import check_setting
+    from hf_longattn.evaluation.loading import check_setting
 
     check_setting(_adapted(home), Checkpoint(str(home.model)))
 

@@ -33,8 +33,7 @@ import hf_longattn
 from hf_longattn import LongAttnConfig
 from hf_longattn.checks import Refused
 from hf_longattn.evaluation.checkpoints import Checkpoint
-from hf_longattn.evaluation.loading import load_setting
-from hf_longattn.evaluation.preflight import check_setting
+from hf_longattn.evaluation.loading import check_setting, load_setting
 from hf_longattn.evaluation.settings import Setting
 from hf_longattn.integration.changes import disable, enable
 from hf_longattn.sharing.card import Facts
