@@ -767,7 +767,7 @@ def evaluate(
     depths: int = 5,
     near: str | int = "4k",
     evaluator: str = "unmodified",
-    prefix: str | None = None,
+    prefix: str | Setting | None = None,
     distances: str | Sequence[int | str] | None = None,
     passages: int = 4,
     layers: str | Sequence[int | str] | None = None,

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
-from ..checks import Refused, check_dtype, check_finite, check_model
+from ..checks import Refused, check_finite, check_model
 from ..config import LongAttnConfig
 from ..core.kernels.precision import multiplies_fast
 from ..files import ADAPTER_FILE, read_text
@@ -130,7 +130,6 @@ class Checkpoint:
         """The precision to run it in: as asked; "auto" is its own, or float32 where that is one that the device multiplies
         slowly. Quantised checkpoints stay "auto".
         """
-        check_dtype(dtype, "auto")
         half = self.dtype in ("bfloat16", "float16") and not getattr(self.config, "quantization_config", None)
         return "float32" if dtype == "auto" and half and not multiplies_fast(self.dtype, device) else dtype
 

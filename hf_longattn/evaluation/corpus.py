@@ -137,9 +137,9 @@ class Prefixes:
         return length - self.corpus.options.targets - 1  # the token before the targets predicts the first of them
 
 
-def reading(own: LongAttnConfig, prefix: str) -> LongAttnConfig:
+def reading(own: LongAttnConfig, prefix: Setting) -> LongAttnConfig:
     """Return the method that reads the text before the targets, without the slots that do nothing in the prefix's window."""
-    method = Setting.parse(prefix).config
+    method = prefix.config
     assert method is not None
     own = own.replace(positions=None, visibility=None)
     if isinstance(own.temperature, LengthTemperature):

@@ -121,27 +121,26 @@ class OneModel:
 
     def __init__(self, checkpoint: Checkpoint, dtype: str = "auto", device: str = "cpu") -> None:
         self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
-        self.loaded: Any = None
-        if checkpoint.is_loaded:
-            self._take(checkpoint.model)
+        self.was: AsItWas | None = None
 
     def __call__(self, setting: Setting) -> Any:
         if setting.rope is not None or setting.adapter is not None or setting.model is not None:
             return load_setting(setting, self.checkpoint, self.dtype, self.device)
-        if self.loaded is None:
-            self._take(load_setting(Setting(UNMODIFIED), self.checkpoint, self.dtype, self.device))
+        if self.was is None:
+            given = self.checkpoint.is_loaded
+            loaded = (
+                self.checkpoint.model if given else load_setting(Setting(UNMODIFIED), self.checkpoint, self.dtype, self.device)
+            )
+            self.was = AsItWas(loaded)
         self.put_back()
         if setting.config is not None:
             with no_untrained_warning():
                 self.was.put(filled(setting.config, self.was.config))
-        return self.loaded
-
-    def _take(self, model: Any) -> None:
-        self.loaded, self.was = model, AsItWas(model)
+        return self.was.model
 
     def put_back(self) -> None:
         """Let the model run what it ran."""
-        if self.loaded is not None:
+        if self.was is not None:
             self.was.give_back()
 
 

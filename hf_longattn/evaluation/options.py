@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..checks import check_dtype
 from ..config import length_of, listed
+from .settings import Setting, settings_of
 
 BOS = ("auto", "always", "never")
 #: Endings of files that hold texts.
@@ -72,9 +74,9 @@ class EvalOptions:
         depths: places of the `needle` task.
         near: the context that `long_ppl` takes for short: its key tokens are those that more of it helps with.
         evaluator: the setting that finds the key tokens, the same for all.
-        prefix: a method, as a setting's string ("streaming:window=4096"): the text before the targets is read under it, once
-            for all lengths and for all settings that differ in positions and length temperatures alone, which do nothing in
-            its window; each then reads the targets over those keys. Contexts begin where the document does, and rows come
+        prefix: a method, as a setting or its string ("streaming:window=4096"). It reads the text before the targets, once for
+            all lengths and for all settings that differ in positions and length temperatures alone, which do nothing in its
+            window; each setting then reads the targets over those keys. Contexts begin where the document does, and rows come
             document by document.
         distances: of `probe`, in tokens; None for eight up to twice the trained length.
         passages: of `probe`, from each text.
@@ -90,7 +92,7 @@ class EvalOptions:
 
     model: Any
     texts: Mapping[str, str] = field(default_factory=dict)
-    settings: Sequence[Any] = ()
+    settings: Sequence[Setting] = ()
     tokenizer: Any = None
     tasks: Sequence[str] | None = None
     lengths: Sequence[int] = "2k,4k,8k"  # type: ignore[assignment]
@@ -106,7 +108,7 @@ class EvalOptions:
     depths: int = 5
     near: int = "4k"  # type: ignore[assignment]
     evaluator: str = "unmodified"
-    prefix: str | None = None
+    prefix: Setting | None = None
     distances: Sequence[int] | None = None
     passages: int = 4
     layers: Sequence[int] | None = None
@@ -134,7 +136,7 @@ class EvalOptions:
                 'settings are a list of texts ("rerope:window=512") or of hf_longattn.evaluation.Setting(name, method=...), '
                 "not a mapping"
             )
-        self.settings = listed(self.settings)
+        self.settings = settings_of(listed(self.settings))
         default = "loss" if self.questions is None else "questions"
         self.tasks = list(dict.fromkeys(listed(default if self.tasks is None else self.tasks)))
         self.lengths = sorted({length_of(n) for n in listed(self.lengths)})
@@ -144,6 +146,14 @@ class EvalOptions:
         self.what = self.what and listed(self.what)
         self.kinds = self.kinds and listed(self.kinds)
         self.rows = _rows(self.rows)
+        if self.prefix is not None:
+            self.prefix = Setting.parse(self.prefix, self.prefix) if isinstance(self.prefix, str) else self.prefix
+            said = self.prefix.to_dict().keys()
+            if "method" not in said or said & {"rope", "adapter", "model"}:
+                raise ValueError(
+                    f"the prefix is read under a method of its own, as streaming:window=4096, not under {self.prefix.name!r}"
+                )
+        check_dtype(self.dtype, "auto")
         for name in ("windows", "targets", "samples", "answer_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

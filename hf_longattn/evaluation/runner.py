@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from .options import EvalOptions
 from .report.page import DATA, FIGURES, PAGE
 from .results import Results
 from .rows import PROTOCOL, Row, RowFile, versions_line
-from .settings import Setting, settings_of
+from .settings import Setting
 from .tasks import task_of
 from .tasks.base import COLUMNS
 from .tasks.registry import ALIASES
@@ -61,8 +60,10 @@ def evaluate(
         raise TypeError(f"evaluate has no option {unknown[0]!r}; {hint}it has: {', '.join(sorted({*known, 'out'}))}")
     runner = Runner(EvalOptions(model, texts, settings, **options))  # type: ignore[arg-type]  # it takes a list of texts, too
     experiment = runner.open(None if out is None else Path(out))
-    with runner.put_back():
+    try:
         experiment.run()
+    finally:
+        runner.put_back()
     results = runner.results(experiment)
     if out is not None:
         results.write(Path(out), runner.title)
@@ -90,20 +91,31 @@ class Runner:
     def __init__(self, options: EvalOptions) -> None:
         self.options = options
         options.device = device_of(options.device)
-        self.checkpoint = Checkpoint(options.model)
-        if not self.checkpoint.is_loaded:
-            options.dtype = self.checkpoint.precision(options.dtype, options.device)
+        self.checkpoint = checkpoint = Checkpoint(options.model)
+        if not checkpoint.is_loaded:
+            options.dtype = checkpoint.precision(options.dtype, options.device)
+        self._given = OneModel(checkpoint, options.dtype, options.device) if checkpoint.is_loaded else None
         kinds = {name: task_of(name) for name in (ALIASES.get(t, t) for t in options.tasks or ())}
-        self.settings = settings_of(options.settings)
-        self.train_length: int | None = None
-        self._check_settings(head=any(kind.head for kind in kinds.values()), within=any(k.within for k in kinds.values()))
-        if options.prefix is not None:
-            self._check_prefix(options.prefix, any(kind.prefixed for kind in kinds.values()))
-        self.corpus = Corpus(
-            options, self.checkpoint, self.train_length, self.load, cut=any(kind.documents for kind in kinds.values())
+        head, within, prefixed, cut = (
+            any(getattr(kind, flag) for kind in kinds.values()) for flag in ("head", "within", "prefixed", "documents")
         )
+        if options.lengths:
+            checkpoint.check_lengths(options.lengths)
+        elif within:
+            raise ValueError("no lengths to measure at: give some")
+        unmodified, *_ = [check_setting(setting, checkpoint, head) for setting in options.settings]
+        trained = unmodified.train_length
+        if within and trained is not None and options.lengths[0] > trained:
+            raise ValueError(
+                f"the model was trained at {trained} tokens and all lengths lie beyond: add one within, so that what a method "
+                "costs there is part of the result"
+            )
+        if options.prefix is not None:
+            if not prefixed:
+                raise ValueError("a prefix belongs to the tasks loss and copies; the others read whole texts")
+            check_setting(options.prefix, checkpoint)
+        self.corpus = Corpus(options, checkpoint, trained, self.load, cut)
         self.tasks = [kind(self.corpus, name) for name, kind in kinds.items()]
-        self._loads = OneModel(self.checkpoint) if self.checkpoint.is_loaded else None
 
     @property
     def title(self) -> str:
@@ -114,46 +126,18 @@ class Runner:
     def load(self, setting: Setting) -> Any:
         """A model under a setting."""
         options = self.options
-        return self._loads(setting) if self._loads else load_setting(setting, self.checkpoint, options.dtype, options.device)
+        return self._given(setting) if self._given else load_setting(setting, self.checkpoint, options.dtype, options.device)
 
-    @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Afterwards a loaded model runs what it ran before."""
-        try:
-            yield
-        finally:
-            if self._loads is not None:
-                self._loads.put_back()
-
-    def _check_settings(self, head: bool, within: bool) -> None:
-        options = self.options
-        if options.lengths:
-            self.checkpoint.check_lengths(options.lengths)
-        elif within:
-            raise ValueError("no lengths to measure at: give some")
-        for setting in self.settings:
-            facts = check_setting(setting, self.checkpoint, head)
-            if setting.unmodified:
-                self.train_length = facts.train_length
-        if within and self.train_length is not None and options.lengths[0] > self.train_length:
-            raise ValueError(
-                f"the model was trained at {self.train_length} tokens and all lengths lie beyond: add one within, so that "
-                "what a method costs there is part of the result"
-            )
-
-    def _check_prefix(self, prefix: str, used: bool) -> None:
-        setting = Setting.parse(prefix)
-        if setting.method is None or setting.rope is not None:
-            raise ValueError(f"the prefix is read under a method of its own, as streaming:window=4096, not under {prefix!r}")
-        check_setting(setting, self.checkpoint)
-        if not used:
-            raise ValueError("a prefix belongs to the tasks loss and copies; the others read whole texts")
+    def put_back(self) -> None:
+        """Let a loaded model run what it ran before."""
+        if self._given is not None:
+            self._given.put_back()
 
     @property
     def protocol(self) -> dict[str, Any]:
         """Return what all rows of a folder must share; settings, tasks, texts and shorter lengths may join later."""
         options = self.options
-        out = {"model": fingerprint(options.model), "trained": self.train_length}
+        out = {"model": fingerprint(options.model), "trained": self.corpus.train_length}
         out |= {"dtype": options.dtype, "seed": options.seed, "bos": bool(self.corpus.start)}
         if self.corpus.documents:
             out["longest"] = self.corpus.longest
@@ -166,9 +150,9 @@ class Runner:
 
         Short lengths come first; by length where `shortest_first` asks for that, by document where these share a prefix.
         """
-        cells = [cell for setting in self.settings for task in self.tasks for cell in task.cells(setting)]
+        cells = [cell for setting in self.options.settings for task in self.tasks for cell in task.cells(setting)]
         needed = {cell.by.name for cell in cells if cell.by is not None}
-        settings = {setting.name: n for n, setting in enumerate(self.settings)}
+        settings = {setting.name: n for n, setting in enumerate(self.options.settings)}
         documents = {document.name: n for n, document in enumerate(self.corpus.documents)}
 
         def place(cell: Cell) -> tuple[Any, ...]:
@@ -197,26 +181,26 @@ class Runner:
 
     def results(self, experiment: Experiment, everything: bool = False) -> Results:
         """Return the results measured so far: of the settings asked for, or of all that the experiment's file holds."""
-        rows, names = list(experiment.rows.values()), [s.name for s in self.settings]
+        rows, names = list(experiment.rows.values()), [s.name for s in self.options.settings]
         others = list(dict.fromkeys(r["setting"] for r in rows if r["setting"] not in names))
         if everything:
             names, others = names + others, []
         tasks = dict.fromkeys(r["task"] for r in rows)
         rows = [r for t in tasks for r in task_of(t).counted([r for r in rows if r["setting"] in names and r["task"] == t])]
-        facts, own, keep = self._facts(experiment, rows), self.checkpoint.method, self.options.keep
-        name = None if own is None else own.name
-        return Results(rows, names, self.train_length, experiment.protocol, keep, facts, name, others)
+        facts, own = self._facts(experiment, rows), self.checkpoint.method
+        trained, keep, name = self.corpus.train_length, self.options.keep, None if own is None else own.name
+        return Results(rows, names, trained, experiment.protocol, keep, facts, name, others)
 
     def _facts(self, experiment: Experiment, rows: Sequence[Row]) -> dict[str, str]:
         """Return the facts at the end of the page of these rows."""
-        options = self.options
+        options, trained = self.options, self.corpus.train_length
         planned = [cell.name in experiment.rows for cell in experiment.cells]
         model = options.model if isinstance(options.model, str) else fingerprint(options.model)
         source = Path(model) / "SOURCE"
         texts = [f"{name} (SHA-256 {of_text(content)})" for name, content in options.texts.items()]
         return {
             "Model": source.read_text(encoding="utf-8").strip() if source.is_file() else portable(model),
-            "Trained length": "not in its config" if self.train_length is None else f"{self.train_length:,} tokens",
+            "Trained length": "not in its config" if trained is None else f"{trained:,} tokens",
             "Rows": f"{len(rows)} measured; of this command's {len(planned)}, {planned.count(False)} are open",
             "Texts": ", ".join(texts) or "none",
             "Precision": ", ".join(dict.fromkeys(r.get("dtype", options.dtype) for r in rows)) or options.dtype,

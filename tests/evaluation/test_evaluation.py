@@ -250,7 +250,7 @@ def test_a_prefix_of_layers_that_slide(folder: Path, tmp_path: Path) -> None:
 def test_what_reads_on_from_one_prefix() -> None:
     def readers(*methods: str) -> int:
         configs = [LongAttnConfig() if m == "unmodified" else LongAttnConfig.preset(m) for m in methods]
-        return len({repr(reading(c, "streaming:window=64").to_dict()) for c in configs})
+        return len({repr(reading(c, Setting.parse("streaming:window=64")).to_dict()) for c in configs})
 
     assert readers("unmodified", "rerope", "rerope+infoscale", "string_remap", "logn", "streaming") == 1
     assert readers("unmodified", "scale_invariant", "adaptive_temperature", "cosscale", "output_standardise") == 5
@@ -902,7 +902,7 @@ def test_long_ppl_is_the_loss_on_the_evaluators_key_tokens(
     store.run(lambda row, new: order.append((row["setting"], row["length"])) or "")
     assert order[:2] == [("@yarn:2", 512)] * 2
     assert len(order) == 6  # three settings, two documents, the one length beyond `near`
-    network = load_setting(this.settings[-1], Checkpoint(this.options.model))
+    network = load_setting(this.options.settings[-1], Checkpoint(this.options.model))
     plain = AutoModelForCausalLM.from_pretrained(folder / model).eval()
     for document in this.corpus.documents:
         ids = this.corpus.context(document, 512)

@@ -174,7 +174,7 @@ def test_a_context_is_read_once_for_all_its_questions(tmp_path: Path, kind: str,
     alone = [row for record in SHARED for row in hf_longattn.evaluate(str(path), questions=[record], **options).rows]
     runner = Runner(EvalOptions(str(path), questions=SHARED, **options))
     task: Any = runner.tasks[0]
-    for setting in runner.settings:
+    for setting in runner.options.settings:
         model, read = runner.load(setting), []
 
         def seen(module: Any, args: Any, given: Any, read: list[int] = read) -> None:
@@ -278,7 +278,7 @@ def test_a_shorter_length_counts_no_question_twice(model: Path, tmp_path: Path) 
 def test_a_cache_that_no_later_question_shares_is_not_kept(model: Path) -> None:
     runner = Runner(EvalOptions(str(model), questions=SHARED[:2], lengths=[400], answer_tokens=2))
     task: Any = runner.tasks[0]
-    loaded = runner.load(runner.settings[0])
+    loaded = runner.load(runner.options.settings[0])
     task.measure(1, "unmodified", loaded)
     assert task.last is not None
     task.measure(2, "unmodified", loaded)

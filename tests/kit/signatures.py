@@ -74,9 +74,9 @@ def evaluate() -> str:
 
 
 def _wider(option: Field[Any]) -> str:
-    """The type of an option as it may be given: lists as one text with commas, too, and lengths as "16k"."""
+    """The type of an option as it may be given: lists as one text with commas, too, lengths as "16k", settings as texts."""
     annotation = str(option.type).replace("Sequence[int]", "Sequence[int | str]")
-    text = "Sequence" in annotation or (isinstance(option.default, str) and annotation != "str")
+    text = "Sequence" in annotation or "Setting" in annotation or (isinstance(option.default, str) and annotation != "str")
     return f"str | {annotation}" if text else annotation
 
 

@@ -24,10 +24,11 @@ class OnDocuments(Task):
 
     @property
     def protocol(self) -> dict[str, Any]:
-        return {"targets": self.options.targets, "prefix": self.options.prefix}
+        prefix = self.options.prefix
+        return {"targets": self.options.targets, "prefix": prefix and prefix.name}
 
     def cells(self, setting: Setting) -> Iterator[Cell]:
-        behind = [] if self.options.prefix is None else [self.options.prefix]
+        behind = [] if self.options.prefix is None else [self.options.prefix.name]
         for length, document in itertools.product(self.options.lengths, self.corpus.documents):
             measure = partial(self.measure, setting, document, length)
             yield self.cell(setting, length, document.name, measure, [document.numbers, *behind, *self.depends])

@@ -23,7 +23,7 @@ from ..measures.losses import token_losses
 from ..readings import LONG_PPL, Interval, Readings
 from ..report import Section, Table
 from ..rows import Row
-from ..settings import Setting, settings_of
+from ..settings import Setting
 from ..statistics import mean_of
 from .base import Task
 from .loss import by_length, differences
@@ -73,7 +73,7 @@ class LongPPL(Task):
 
     def __init__(self, corpus: Corpus, name: str) -> None:
         super().__init__(corpus, name)
-        named = {s.name: s for s in settings_of(self.options.settings)}
+        named = {s.name: s for s in self.options.settings}
         near, longest = self.options.near, self.options.lengths[-1]
         if self.options.evaluator not in named:
             raise ValueError(f"the evaluator {self.options.evaluator!r} is none of the settings: {', '.join(named)}")
