@@ -38,7 +38,7 @@ Texts = Annotated[list[str], typer.Option(help="Texts, plain UTF-8; several with
 TrainLength = Annotated[
     str | None, typer.Option("--train-length", help="The length that MODEL was trained at; by default read from its config.")
 ]
-#: What chooses settings.
+#: What chooses settings: the parameters of `parse_settings`.
 SETTINGS: dict[str, Any] = {
     "method": Annotated[
         list[str] | None,
@@ -132,21 +132,18 @@ def measure(
         if out is not None:
             check_output(out)
     texts = read_texts(text)
-    chosen = {name: given.pop(name) for name in SETTINGS}
-    length = told(chosen["train_length"])
+    named = {name: given.pop(name) for name in SETTINGS}
+    named["train_length"] = trained_at(named["train_length"])
     check(model, given["dtype"])
     with refusing():
-        settings = parse_settings(
-            chosen["method"] or [], chosen["rope"] or [], chosen["settings"], chosen["adapter"] or [], train_length=length
-        )
-        options = EvalOptions(model, texts, settings, **given)
+        options = EvalOptions(model, texts, parse_settings(**named), **given)
     device = device_here(options.device)
 
     from ..evaluation.processes import own_device
     from ..evaluation.runner import Runner
 
+    options.device = own_device(device)
     with refusing():
-        options.device = own_device(device)
         runner = Runner(options)
     say_precision(given["dtype"], options.dtype)
     with refusing("--out"):
@@ -158,9 +155,8 @@ def measure(
     results = runner.results(experiment, everything=page_only)
     if interrupted and not results.rows:
         stop(experiment, out)  # without a page of nothing
-    with refusing("--page-only"):
-        if page_only and not results.rows:
-            raise ValueError(f"no rows are in {out} yet: measure some first, without it")
+    if page_only and not results.rows:
+        raise typer.BadParameter(f"no rows are in {out} yet: measure some first, without it", param_hint="--page-only")
     if out is not None:
         results.write(out, title or runner.title)
     show(results)
@@ -311,10 +307,10 @@ def tokens(text: str) -> int:
         return length_of(text)
 
 
-def told(train_length: str | None) -> int | None:
+def trained_at(length: str | None) -> int | None:
     """Read --train-length."""
     with refusing("--train-length"):
-        return None if train_length is None else length_of(train_length)
+        return None if length is None else length_of(length)
 
 
 def say_precision(asked: str, chosen: str) -> None:

@@ -24,7 +24,7 @@ from .common import (
     stop,
     table,
     tokens,
-    told,
+    trained_at,
 )
 
 
@@ -64,7 +64,7 @@ def extend(
     from ..evaluation.rows import SEARCHED
     from ..files import read_plain_text
 
-    length, given = tokens(to), told(train_length)
+    length, given = tokens(to), trained_at(train_length)
     if not tolerance >= 0:
         raise typer.BadParameter(f"a cost in nats is 0 or more, not {tolerance:g}", param_hint="--tolerance")
     with refusing("--out"):

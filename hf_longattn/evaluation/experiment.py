@@ -209,7 +209,7 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def of_text(content: str, digits: int = 16) -> str:
+def sha256_of(content: str, digits: int = 16) -> str:
     """The first digits of a text's SHA-256."""
     return hashlib.sha256(content.encode()).hexdigest()[:digits]
 

@@ -19,7 +19,7 @@ from ..integration.layers import View
 from ..integration.max_length import announce
 from ..integration.model import running
 from .checkpoints import Checkpoint, carry, load_tokenizer
-from .experiment import fingerprint, of_text
+from .experiment import fingerprint, sha256_of
 from .loading import check_setting, load_setting
 from .report import figures
 from .report.page import Table
@@ -99,7 +99,7 @@ class MeasuredExtension:
     def rows(self, name: str, text: str, dtype: str, out: Path | None) -> RowFile:
         """The rows of a folder (None: of no folder); ValueError: they are of another model, text, length or precision."""
         protocol = {"model": fingerprint(self.checkpoint.model), "to": self.to, "trained": self.trained, "dtype": dtype}
-        protocol |= {"text": {name: of_text(text)}, "seed": SEED}
+        protocol |= {"text": {name: sha256_of(text)}, "seed": SEED}
         return RowFile(None if out is None else out / SEARCHED, protocol=protocol)
 
     def search(

@@ -14,7 +14,7 @@ from ..checks import check_folder, device_of
 from ..slots.registry import did_you_mean
 from .checkpoints import Checkpoint
 from .corpus import Corpus
-from .experiment import Cell, Experiment, fingerprint, of_text
+from .experiment import Cell, Experiment, fingerprint, sha256_of
 from .loading import OneModel, check_setting, load_setting
 from .options import EvalOptions
 from .report.page import DATA, FIGURES, PAGE
@@ -197,7 +197,7 @@ class Runner:
         planned = [cell.name in experiment.rows for cell in experiment.cells]
         model = options.model if isinstance(options.model, str) else fingerprint(options.model)
         source = Path(model) / "SOURCE"
-        texts = [f"{name} (SHA-256 {of_text(content)})" for name, content in options.texts.items()]
+        texts = [f"{name} (SHA-256 {sha256_of(content)})" for name, content in options.texts.items()]
         return {
             "Model": source.read_text(encoding="utf-8").strip() if source.is_file() else portable(model),
             "Trained length": "not in its config" if trained is None else f"{trained:,} tokens",

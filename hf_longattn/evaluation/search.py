@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -319,7 +320,7 @@ class Search:
         ids = passages(self.input_ids, min(2, self.to // LEAST), SEED)
         for distance in self.distances:
             key = {"setting": setting.name, "distance": distance}
-            yield Cell(setting, key, probed(ids, distance), work=len(ids) * TOKENS)
+            yield Cell(setting, key, partial(probed, ids, distance), work=len(ids) * TOKENS)
 
     def _reading(self, setting: Setting) -> Cell:
         """`score` of a setting."""

@@ -120,36 +120,37 @@ class Setting:
 
 
 def parse_settings(
-    methods: Sequence[str],
-    ropes: Sequence[str] = (),
-    file: Path | None = None,
-    adapters: Sequence[str] = (),
+    method: Sequence[str] | None = None,
+    rope: Sequence[str] | None = None,
+    settings: Path | None = None,
+    adapter: Sequence[str] | None = None,
     train_length: int | None = None,
 ) -> list[Setting]:
-    """The settings of a command line, the unmodified model first: every method without an @ crossed with every rope.
+    """The settings of a command line, by its options, the unmodified model first: every method without an @ is crossed with
+    every rope.
 
     Args:
-        methods: strings of settings, several in one separated by commas.
-        ropes: "plain", "yarn:2", ...; none means the model's own.
-        file: YAML, added behind.
-        adapters: a directory or NAME=DIRECTORY each, added last; without a name it is called as its directory.
+        method: strings of settings, several in one separated by commas.
+        rope: "plain", "yarn:2", ...; none means the model's own.
+        settings: YAML, whose settings come next.
+        adapter: a directory or NAME=DIRECTORY each, which come last; without a name it is called as its directory.
         train_length: for all that name none of their own.
 
     Raises:
         ValueError: a setting is wrong, or two share a name.
     """
-    encodings = [r for text in ropes for r in listed(text)] or [PLAIN]
-    names = [m for text in methods for m in listed(text)] or [UNMODIFIED]
+    encodings = [r for text in rope or () for r in listed(text)] or [PLAIN]
+    names = [m for text in method or () for m in listed(text)] or [UNMODIFIED]
     texts = [n if "@" in n or e == PLAIN else f"{'' if n == UNMODIFIED else n}@{e}" for e in encodings for n in names]
-    settings = [Setting.parse(text) for text in texts] + ([] if file is None else read_settings(file))
-    for text in adapters:
+    found = [Setting.parse(text) for text in texts] + ([] if settings is None else read_settings(settings))
+    for text in adapter or ():
         name, equals, directory = text.partition("=")
         if not equals or Path(text).is_dir():
             name, directory = Path(text).resolve().name, text
         if not name:
             raise ValueError(f"{text!r} gives the adapter no name: NAME={directory}, or {directory} alone")
-        settings.append(Setting(name, adapter=directory))
-    return [dataclasses.replace(s, train_length=s.train_length or train_length) for s in settings_of(settings)]
+        found.append(Setting(name, adapter=directory))
+    return [dataclasses.replace(s, train_length=s.train_length or train_length) for s in settings_of(found)]
 
 
 def settings_of(given: Sequence[str | Setting]) -> list[Setting]:

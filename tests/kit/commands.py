@@ -43,4 +43,4 @@ def check_ours(words: list[str]) -> None:
         keys = {o.split("=")[0] for o in given["overrides"]}
         load_recipe(given["recipe"], [*given["overrides"], *(f"{k}=x" for k in ("model", "data") if k not in keys)])
     if name in ("eval", "inspect", "probe"):
-        parse_settings(given["method"] or [], given.get("rope") or [], None, [])
+        parse_settings(given["method"], given.get("rope"))

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ..corpus import Corpus
-from ..experiment import Cell, digest, of_text
+from ..experiment import Cell, digest, sha256_of
 from ..measures.answers import AnswerScore, answer_scores
 from ..readings import Readings
 from ..report import Figure, Section, Table
@@ -87,7 +87,7 @@ class Answers(Task):
 
 
 def _haystack(texts: Mapping[str, str]) -> str:
-    return digest([of_text(text, 64) for text in texts.values()])
+    return digest([sha256_of(text, 64) for text in texts.values()])
 
 
 def as_rows(depths: Sequence[float], scores: Sequence[AnswerScore]) -> list[Row]:

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from ..corpus import Corpus
-from ..experiment import Cell, of_text
+from ..experiment import Cell, sha256_of
 from ..measures.capture import capture
 from ..measures.diagnostics import Diagnostics
-from ..measures.sums import Options
 from ..readings import Readings
 from ..report import Figure, Section, Table
 from ..report.figures import curves, heat_map, tokens_shown
@@ -57,19 +56,19 @@ class Attention(Task):
         options, self.length = corpus.options, corpus.longest
         if self.length < 2:
             raise ValueError("one token attends to itself alone: give 2 or more")
-        self.look = Options(options.what, options.rows, options.delta)
+        self.how: dict[str, Any] = {"what": options.what, "rows": options.rows, "delta": options.delta}
         for text in corpus.encoded:
             if (there := corpus.whole(text).shape[1]) < self.length:
                 raise ValueError(f"{text} has {there} tokens, {self.length} are needed")
         if not corpus.encoded:
             raise ValueError("attention is looked at while a text is read: give one")
-        with capture(corpus.checkpoint.build(), options.layers):  # no weights; refuses layers that are not there
+        with capture(corpus.checkpoint.build(), options.layers, **self.how):  # no weights; refuses what cannot be looked at
             pass
 
     def cells(self, setting: Setting) -> Iterator[Cell]:
-        how = [self.options.layers, self.look.what, self.look.rows, self.look.delta]
+        how = [self.options.layers, *self.how.values()]
         for text, content in self.options.texts.items():
-            yield self.cell(setting, self.length, text, partial(self.measure, text), [of_text(content), *how])
+            yield self.cell(setting, self.length, text, partial(self.measure, text), [sha256_of(content), *how])
 
     def measure(self, text: str, model: Any) -> Row:
         read = self.corpus.whole(text)[:, : self.length].to(model.device)
@@ -80,11 +79,11 @@ class Attention(Task):
             if len(seen_layers) == seen.layers:
                 raise _Enough
 
-        how = self.look
-        looking = capture(model, self.options.layers, how.what, rows=how.rows, delta=how.delta, on_layer=on_layer)
+        looking = capture(model, self.options.layers, on_layer=on_layer, **self.how)
         with torch.inference_mode(), suppress(_Enough), looking as seen:
             model.base_model(input_ids=read, use_cache=False)
-        return {"query_rows": how.rows if how.choose(self.length) is not None else None, "attention": seen.result().to_dict()}
+        rows = self.options.rows
+        return {"query_rows": rows if rows and rows < self.length else None, "attention": seen.result().to_dict()}
 
     @staticmethod
     def format_row(row: Row) -> str:

@@ -14,7 +14,7 @@ from ..readings import Readings
 from ..report import Section, Table
 from ..rows import Row
 from ..statistics import mean_of
-from .registry import ALIASES, TASK_NAMES
+from .registry import TASK_NAMES
 
 GROUP = "hf_longattn.tasks"
 #: This package's tasks, by the module and the class that measure them.
@@ -112,7 +112,7 @@ def task_of(name: str) -> type[Task]:
     Raises:
         ValueError: there is no such task; the message says which is near.
     """
-    if (home := _HOME.get(ALIASES.get(name, name))) is not None:
+    if (home := _HOME.get(name)) is not None:
         module, _, kind = home.partition(":")
         return getattr(import_module(f".{module}", __package__), kind)
     if (found := next(iter(entry_points(group=GROUP, name=name)), None)) is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..corpus import Corpus
-from ..experiment import Cell, of_text
+from ..experiment import Cell, sha256_of
 from ..measures import probe as probing
 from ..measures.copies import PASSAGE, SKIP
 from ..readings import Readings
@@ -53,9 +52,9 @@ class ProbeTask(Task):
         return {"passages": self.options.passages, "tokens": counts}
 
     def cells(self, setting: Setting) -> list[Cell]:
-        depends = [of_text(text) for text in self.options.texts.values()]
+        depends = [sha256_of(text) for text in self.options.texts.values()]
         which = f"{len(self.ids)} passages"
-        return [self.cell(setting, d, which, probed(self.ids, d), depends) for d in self.distances]
+        return [self.cell(setting, d, which, partial(probed, self.ids, d), depends) for d in self.distances]
 
     @staticmethod
     def format_row(row: Row) -> str:
@@ -98,11 +97,7 @@ def shown(mean: float, half: float) -> str:
     return f"{mean:.2f}" if half != half else f"{mean:.2f} ± {half:.2f}"
 
 
-def probed(input_ids: Tensor, distance: int) -> Callable[[Any], Row]:
-    """From a model to the losses on each passage at a distance, to five digits."""
-    return partial(_probed, input_ids, distance)
-
-
-def _probed(input_ids: Tensor, distance: int, model: Any) -> Row:
+def probed(input_ids: Tensor, distance: int, model: Any) -> Row:
+    """The losses on each passage at a distance, to five digits."""
     result = probing.probe(model, input_ids, [distance])
     return {k: [round(x, 5) for x in v[:, 0].tolist()] for k, v in (("text", result.text), ("copy", result.copies))}

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...files import read_text
 from ...user_warnings import warn
 from ..corpus import Corpus
-from ..experiment import Cell, of_text
+from ..experiment import Cell, sha256_of
 from ..measures.answers import answer_scores
 from ..measures.losses import Prefix, crops, prefix_of
 from ..readings import Readings
@@ -175,7 +175,7 @@ class Questions(WrittenAnswers):
 
     def cells(self, setting: Setting) -> Iterator[Cell]:
         for number, (entry, _, length) in self.asked.items():
-            depends = [self.template, of_text(entry.plain), list(entry.answers)]
+            depends = [self.template, sha256_of(entry.plain), list(entry.answers)]
             yield self.cell(setting, length, str(number), partial(self.measure, number, setting.name), depends)
 
     def measure(self, number: int, setting: str, model: Any) -> Row:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...slots.registry import did_you_mean
 from ..corpus import Corpus
-from ..experiment import Cell, of_text
+from ..experiment import Cell, sha256_of
 from ..readings import Readings
 from ..report import Section, Table
 from ..rows import Row
@@ -53,7 +53,7 @@ class Ruler(WrittenAnswers):
         return Source("\n\n".join(self.options.texts.values()), count) if folder is None else RulerData(Path(folder), count)
 
     def cells(self, setting: Setting) -> Iterator[Cell]:
-        depends = [self.options.seed, self.template, of_text(self.source.identity)]
+        depends = [self.options.seed, self.template, sha256_of(self.source.identity)]
         for length in self.options.lengths:
             for index in range(self.options.samples):
                 for kind in self.kinds:

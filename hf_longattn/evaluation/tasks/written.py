@@ -13,7 +13,7 @@ from ...integration.caches import CACHE
 from ...integration.layers import candidates_of
 from ..corpus import Corpus
 from ..encoder import Encoder
-from ..experiment import of_text
+from ..experiment import sha256_of
 from ..measures.losses import Prefix
 from ..readings import Readings
 from ..report import Table
@@ -57,7 +57,7 @@ class WrittenAnswers(Task):
     @property
     def template(self) -> str | None:
         """What texts are asked in, as a row's digest has it; None: without a chat template."""
-        return of_text(str(self.corpus.tokenizer.chat_template)) if self.options.chat else None
+        return sha256_of(str(self.corpus.tokenizer.chat_template)) if self.options.chat else None
 
     @torch.inference_mode()  # as the cache was read: some layers write into their state
     def written(
