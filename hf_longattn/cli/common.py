@@ -58,14 +58,14 @@ SETTINGS: dict[str, Any] = {
     "settings": Annotated[Path | None, typer.Option(help="More settings, in YAML: adapters, other checkpoints, lists.")],
     "train_length": TrainLength,
 }
-#: Those of all that measures, as EvalOptions has them.
+#: Of EvalOptions' fields, by name.
 DEFAULTS = {f.name: f.default for f in fields(EvalOptions)}
 Dtype = Annotated[str, typer.Option(help=HELP["dtype"])]
 Device = Annotated[str, typer.Option(help=HELP["device"])]
 
 
 def measuring(*options: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command SETTINGS and these of EvalOptions, in place of its `**given`."""
+    """Give a command, in place of its `**given`, the options SETTINGS and these fields of EvalOptions."""
 
     def of(name: str) -> inspect.Parameter:
         default = DEFAULTS[name]
@@ -92,7 +92,7 @@ def with_options(
 
 
 def check(model: str | None, dtype: str, adapter: bool = False) -> None:
-    """Refuse a precision that there is not, and what is no model, or no adapter if that will do as well."""
+    """Refuse an unknown precision, and a MODEL that is no model, nor an adapter where that will do as well."""
     from ..checks import check_dtype, check_model
 
     with refusing("--dtype"):
@@ -103,7 +103,7 @@ def check(model: str | None, dtype: str, adapter: bool = False) -> None:
 
 
 def device_here(name: str) -> str:
-    """The device that is meant. It takes torch, and so comes behind what does not."""
+    """The device that a name means here. It imports torch, and so comes after the checks that need none."""
     from ..checks import device_of
 
     with refusing("--device"):
@@ -123,7 +123,7 @@ def measure(
     """Run a measuring command: check, measure what is missing, write the page, and show the tables that say most.
 
     Args:
-        given: of SETTINGS and EvalOptions.
+        given: the values of SETTINGS, and of fields of EvalOptions.
     """
     from ..checks import check_output
     from ..evaluation.settings import parse_settings
@@ -245,7 +245,7 @@ def _message_of(error: Exception) -> str | None:
 
 
 def run(experiment: Experiment, out: Path | None, tell: Callable[[Row, bool], str], **how: Any) -> bool:
-    """Measure; whether it was interrupted. Of several processes only the first one returns."""
+    """Measure, and tell whether it was interrupted. Of several processes only the first one returns."""
     from ..evaluation.processes import together
 
     with together() as rank:
@@ -348,14 +348,14 @@ def command_line(context: typer.Context) -> str:
     from ..evaluation.runner import portable
 
     words = ["hf-longattn", str(context.info_name)]  # not as it was started, which may be python -m
-    for parameter in context.command.params:
-        value = context.params.get(parameter.name or "")
-        if value in (None, [], ()) or value == parameter.get_default(context):
+    for option in context.command.params:
+        value = context.params.get(option.name or "")
+        if value in (None, [], ()) or value == option.get_default(context):
             continue
         if value is True:
-            words.append(parameter.opts[0])
+            words.append(option.opts[0])
             continue
         listed = value if isinstance(value, (list, tuple)) else [value]
         for text in (",".join(map(portable, str(v).split(","))) for v in listed):
-            words += [text] if parameter.param_type_name == "argument" else [parameter.opts[0], text]
+            words += [text] if option.param_type_name == "argument" else [option.opts[0], text]
     return shlex.join(words)

@@ -106,14 +106,14 @@ class Corpus:
 
 
 class Prefixes:
-    """The KV caches of one document's text before its targets, by what has read it."""
+    """KV caches of the text before one document's targets: settings that read it alike share one."""
 
     def __init__(self, corpus: Corpus) -> None:
         self.corpus, self.document = corpus, ""
         self.kept: dict[Any, Prefix] = {}
 
     def of(self, setting: Setting, document: Document, length: int, model: Any) -> Prefix | None:
-        """None where tasks read whole texts."""
+        """The KV cache that a setting reads the last tokens over; None without a prefix, where it reads the whole text."""
         corpus, prefix = self.corpus, self.corpus.options.prefix
         if prefix is None:
             return None
@@ -138,7 +138,9 @@ class Prefixes:
 
 
 def reading(own: LongAttnConfig, prefix: Setting) -> LongAttnConfig:
-    """Return the method that reads the text before the targets, without the slots that do nothing in the prefix's window."""
+    """The method that reads the text before the targets: the prefix's, beside those slots of a setting's own that act within
+    the prefix's window.
+    """
     method = prefix.config
     assert method is not None
     own = own.replace(positions=None, visibility=None)

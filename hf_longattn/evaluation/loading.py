@@ -22,18 +22,18 @@ from .settings import UNMODIFIED, Setting
 
 
 def check_setting(setting: Setting, checkpoint: Checkpoint, head: bool = True) -> ModelFacts:
-    """Everything that can be wrong with a setting on a checkpoint, found on its config alone, before any weights are read.
+    """Check a setting on a checkpoint by its config alone, before any weights are read.
 
     Args:
         head: whether losses or answers will be measured, which takes a language-model head.
 
     Returns:
-        What the methods know about the model; `train_length` among it.
+        The facts that methods know about the model, `train_length` among them.
 
     Raises:
-        ValueError: the method does not fit the model, or clashes with its position encoding.
+        ValueError: the setting cannot be read, or its method does not fit the model or its position encoding.
 
-    Warns of an adapter that no word about attention comes with.
+    Warns of an adapter that records no attention.
     """
     asked = checkpoint.under(setting)
     asked.check_reads(head)
@@ -56,8 +56,8 @@ def check_setting(setting: Setting, checkpoint: Checkpoint, head: bool = True) -
 
 
 def _put(method: LongAttnConfig, model: Any, setting: Setting, checkpoint: Checkpoint) -> None:
-    """Put a setting's method into its model, beside what the checkpoint runs by itself: what the setting's adapter records
-    gives way to the whole of it.
+    """Put a setting's method into its model. Slots that it leaves free keep what the checkpoint itself runs there; a method
+    that an adapter brought goes as a whole.
     """
     own = running(model)
     if setting.adapter is not None:
@@ -112,11 +112,11 @@ def _merged(adapted: Any, adapter: str) -> Any:
 
 
 class OneModel:
-    """Loads settings of one checkpoint: the same model under method after method, the checkpoint's own beside each. Settings
-    of the rotation, or with other weights, get a model of their own.
+    """Loads settings of one checkpoint: one model gets method after method, beside what the checkpoint itself runs. Settings
+    with another rotation or other weights get a model of their own.
 
     Args:
-        checkpoint: that of a loaded model is asked for methods alone, and `put_back` leaves it as it was.
+        checkpoint: of a folder, a Hub name or a loaded model; `put_back` leaves a loaded one as it was.
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: str = "auto", device: str = "cpu") -> None:

@@ -1,4 +1,4 @@
-"""Options of an evaluation: those of the commands, the arguments of `evaluate`, and the settings that rows must share."""
+"""Options of an evaluation: those of the commands, and the arguments of `evaluate`. They are read and checked here, once."""
 
 from __future__ import annotations
 

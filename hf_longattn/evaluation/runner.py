@@ -1,4 +1,4 @@
-"""`evaluate`, and the runner behind it and behind the commands: options checked, tasks over a corpus, rows, a report."""
+"""`evaluate`, and the runner behind it and the commands: it checks options, measures tasks row by row, and reports."""
 
 from __future__ import annotations
 
@@ -82,7 +82,10 @@ evaluate.__signature__ = _with_options()  # type: ignore[attr-defined]  # for `h
 
 
 class Runner:
-    """Runs tasks over a corpus under settings: all of them checked against the model's config and tokenizer first.
+    """Runs an evaluation's tasks under its settings. All are checked against the model's config and tokenizer first.
+
+    Args:
+        options: `device` and `dtype` become those that "auto" means here.
 
     Raises:
         ValueError: anything that would go wrong later, named.
@@ -146,9 +149,10 @@ class Runner:
         return out
 
     def cells(self) -> list[Cell]:
-        """Return the cells in order: those that others need first; then setting by setting, so that each is loaded once.
+        """Return the cells in order: first those that others need, then setting by setting, so that each is loaded once, and
+        in each the shortest length first.
 
-        Short lengths come first; by length where `shortest_first` asks for that, by document where these share a prefix.
+        With `shortest_first` lengths come before settings, with a prefix documents do.
         """
         cells = [cell for setting in self.options.settings for task in self.tasks for cell in task.cells(setting)]
         needed = {cell.by.name for cell in cells if cell.by is not None}

@@ -44,10 +44,11 @@ class Task:
         ValueError: what cannot be measured so; before weights are read.
     """
 
-    #: Whether windows of the longest length are cut from the texts for it; whether it reads them behind a prefix, too.
+    #: Whether it measures documents, windows of the longest length that are cut from the texts; whether a prefix may read
+    #: their beginnings.
     documents: ClassVar[bool] = False
     prefixed: ClassVar[bool] = False
-    #: Whether it takes a language-model head, and a length that the model was trained for, to compare with.
+    #: Whether it needs a language-model head; whether it needs a length within the trained one, to compare with.
     head: ClassVar[bool] = True
     within: ClassVar[bool] = True
 
@@ -64,7 +65,7 @@ class Task:
         raise NotImplementedError
 
     def cell(self, setting: Any, length: int, which: str, measure: Any, depends: Sequence[Any] = (), **more: Any) -> Cell:
-        """One of them: its row is found by setting, task, length and `which` document or sample."""
+        """One cell, whose row is found by setting, task, length and `which` document or sample."""
         key = {"setting": setting.name, "task": self.name, "length": length, "which": which}
         return Cell(setting, key, measure, depends, work=length, **more)
 
