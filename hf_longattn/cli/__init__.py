@@ -60,7 +60,7 @@ def importing(command: Callable[..., None]) -> Callable[..., None]:
                 raise typer.BadParameter(f"{name}: {error}", param_hint="--import") from None
         command(*args, **given)
 
-    return with_options(with_modules, command, [parameter("modules", None, Annotated[list[str] | None, option])])
+    return with_options(with_modules, [parameter("modules", None, Annotated[list[str] | None, option])])
 
 
 for command in (fetch, extend, probe, inspect, memory, methods, push, doctor):

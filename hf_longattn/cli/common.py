@@ -74,18 +74,16 @@ def measuring(*options: str) -> Callable[[Callable[..., None]], Callable[..., No
         return parameter(name, default, Annotated[kind, typer.Option(*names, help=HELP[name])])
 
     added = [*(parameter(name, None, kind) for name, kind in SETTINGS.items()), *map(of, options)]
-    return lambda command: with_options(command, command, added)
+    return lambda command: with_options(command, added)
 
 
 def parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def with_options(
-    command: Callable[..., None], like: Callable[..., None], added: list[inspect.Parameter]
-) -> Callable[..., None]:
-    """A command that takes the parameters of another (itself, say) and these, in place of a `**given`."""
-    own = inspect.signature(like, eval_str=True)
+def with_options(command: Callable[..., None], added: list[inspect.Parameter]) -> Callable[..., None]:
+    """A command, or what wraps it, that takes these parameters too, in place of a `**given`."""
+    own = inspect.signature(command, eval_str=True)
     before = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     command.__signature__ = own.replace(parameters=[*before, *added])  # type: ignore[attr-defined]
     return command
