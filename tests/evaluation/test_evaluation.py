@@ -668,6 +668,8 @@ def test_rows_of_another_protocol_are_refused_and_not_mixed(folder: Path, tmp_pa
         ({"model": "gpt2", "lengths": [128, 512], "settings": parse_settings(["logn"])}, "ends at 256 tokens; 512 cannot"),
         ({"bos": "perhaps"}, "bos must be one of"),
         ({"samples": 0}, "samples must be at least 1"),
+        ({"dtype": "bfloat8"}, "did you mean 'bfloat16'"),
+        ({"prefix": Setting("mine", "streaming", model="other")}, "under a method of its own, .* not under 'mine'"),
         ({"texts": {}}, "losses need a text"),
     ],
 )
@@ -839,6 +841,16 @@ def test_a_loaded_model_is_measured_like_its_checkpoint_and_is_afterwards_as_it_
         hf_longattn.evaluate(model, texts, ["@yarn:2"], tokenizer=tiny.tokenizer(), **how)
     with pytest.raises(ValueError, match="give tokenizer="):
         hf_longattn.evaluate(model, texts, **how)
+
+
+def test_other_weights_beside_a_loaded_model_are_read_as_asked(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    how: dict[str, Any] = {"lengths": [64], "targets": 32, "tokenizer": tiny.tokenizer(), "device": "cpu"}
+    other = Setting("other", model=str(folder / "model"))
+    found = hf_longattn.evaluate(model, (folder / "a.txt").read_text(), [other], dtype="bfloat16", **how)
+    assert {r["setting"]: r["dtype"] for r in found.rows} == {"unmodified": "float32", "other": "bfloat16"}
+    with pytest.raises(ValueError, match="is not a torch dtype"):
+        hf_longattn.evaluate(model, "a text", dtype="half", **how)
 
 
 FIRST_LOSS = """
