@@ -312,9 +312,15 @@ def _disable_adapter(original: Any, self: PeftModel) -> Iterator[None]:
     outer = is_disabled(model)
     with original(self):
         _off(self.peft_config, model)
+        parts = map(container_of, model.modules())
+        left_on = [x for x in parts if isinstance(x, ModulesToSaveWrapper) and not x.disable_adapters]  # beside prompts
+        for part in left_on:
+            super(ModulesToSaveWrapper, part).enable_adapters(False)  # its own lets parameters be trained again
         try:
             yield
         finally:
+            for part in left_on:
+                super(ModulesToSaveWrapper, part).enable_adapters(True)
             if not outer:
                 _on(model)
 

@@ -274,6 +274,23 @@ def test_a_base_with_a_method_of_its_own_keeps_it(bases: dict[str, Path], tmp_pa
         close(logits(loaded), want, 1e-6)
 
 
+def test_prompts_switched_off_leave_a_base_its_own_learned_parameters(bases: dict[str, Path], tmp_path: Path) -> None:
+    m = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(bases["llama"]), METHODS["learned"])
+    m.save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    want = logits(base)
+    m = peft.get_peft_model(base, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    trained = logits(disturbed(m, only=".longattn."))
+    m.save_pretrained(tmp_path / "adapter")
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    learning = [[name for name, p in x.named_parameters() if p.requires_grad] for x in (m, loaded)]
+    for x in (m, loaded):
+        with x.disable_adapter():
+            assert torch.equal(logits(x), want)
+        assert torch.equal(logits(x), trained)
+    assert [[name for name, p in x.named_parameters() if p.requires_grad] for x in (m, loaded)] == learning
+
+
 @pytest.mark.slow
 def test_composite() -> None:
     """Only the language model goes back and forth, never the vision tower."""
