@@ -150,7 +150,7 @@ def model_card(
     saved, config = contents(directory)
     adapter = type_of(saved) if "peft_type" in saved else None
     loader, by_peft = _loaders(saved, adapter is not None)
-    if (adapter, loader) == ("LORA", "AutoModelForCausalLM"):
+    if (adapter, loader) == ("LORA", "AutoModelForCausalLM") and not saved.get("use_dora"):  # it drops DoRA's magnitudes
         by_peft = None  # transformers loads it with its base, as training and the how-to say
     kind, title = task(loader), name.rpartition("/")[2]
     more = [adapter.lower()] if adapter else []

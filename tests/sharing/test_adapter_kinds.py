@@ -239,6 +239,14 @@ def test_saved_with_a_card_and_read_by_the_commands(kind: str, bases: dict[str, 
     close(logits(load_setting(setting, Checkpoint(str(bases["llama"])), "float32")), logits(m))
 
 
+def test_a_card_of_dora_loads_it_by_peft(bases: dict[str, Path], tmp_path: Path) -> None:
+    """Transformers drops its magnitudes."""
+    m = peft.get_peft_model(hf_longattn.apply(loaded(bases["llama"]), REROPE), peft.LoraConfig(use_dora=True, **INTO))
+    hf_longattn.save(m, tmp_path / "it")
+    card = (tmp_path / "it" / "README.md").read_text()
+    assert "from peft import AutoPeftModelForCausalLM\n\nmodel = AutoPeftModelForCausalLM.from_pretrained(" in card
+
+
 def test_settings_that_cannot_be_merged_are_refused_with_their_reason(bases: dict[str, Path], tmp_path: Path) -> None:
     config = peft.LoraConfig(target_modules=["q_proj"], lora_bias=True, **CAUSAL)  # of a layer without a bias
     peft.get_peft_model(hf_longattn.apply(loaded(bases["llama"]), REROPE), config).save_pretrained(tmp_path)
