@@ -91,8 +91,9 @@ class Facts:
     def data(self) -> dict[str, Any]:
         """Those that a card of what is made of the model repeats, as plain data: numbers and words."""
         told: dict[str, Any] = {"training_lengths": [int(n) for n in self.training_lengths]}
-        told |= {"training": {name: str(fact) for name, fact in (self.training or {}).items()}, "reach": self.reach}
-        told |= {"metrics": self.numbers, "base_metrics": self.base_numbers, "evaluated_on": str(self.evaluated_on or "")}
+        told["training"] = {name: str(fact) for name, fact in (self.training or {}).items()}
+        told |= {"metrics": self.numbers, "base_metrics": self.base_numbers}
+        told |= {name: str(getattr(self, name) or "") for name in ("evaluated_on", "reach")}
         return {name: fact for name, fact in told.items() if fact}
 
     @staticmethod

@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError
 from torch import nn
@@ -176,12 +177,13 @@ def merge(adapter: str | Path, directory: str | Path, **options: Any) -> Path:
     if (folder / "config.json").is_file() and not (folder / ADAPTER_FILE).is_file():
         raise ValueError(f"{folder} holds a whole model: there is nothing to merge")
     saved, _ = contents(folder)
+    said = _said(folder / README, options)
     base = str(saved["base_model_name_or_path"])
     checkpoint = Checkpoint(base)
     model = load_setting(Setting("adapter", adapter=str(folder)), checkpoint, checkpoint.dtype)
     there = any(folder.glob("tokenizer*"))
     made: dict[str, Any] = {"tokenizer": load_tokenizer(str(folder) if there else base), "base_model": hub_id(base)}
-    save(model, directory, **made | _said(folder / README, options) | options)
+    save(model, directory, **made | said | options)
     carry(base, Path(directory), type(model))
     return Path(directory)
 
@@ -189,7 +191,12 @@ def merge(adapter: str | Path, directory: str | Path, **options: Any) -> Path:
 def _said(readme: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """Read in a card of ours the facts of an adapter's training, and of its measurement if nothing is given of that."""
     text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
-    facts: dict[str, Any] = dict(ModelCard(text).data.get(TAG) or {}) if _ours(text) else {}
+    if not _ours(text):
+        return {}
+    try:
+        facts = _facts(dict(ModelCard(text).data.get(TAG) or {})).data
+    except (AttributeError, OSError, TypeError, ValueError, yaml.YAMLError) as error:  # somebody has written in it
+        raise ValueError(f"{readme} cannot be read ({error}): mend its metadata, or take {TAG}: out of it") from error
     measured = {"metrics", "base_metrics", "evaluated_on", "reach"}
     if given.keys() & measured:
         facts = {name: fact for name, fact in facts.items() if name not in measured}

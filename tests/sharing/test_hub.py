@@ -234,6 +234,31 @@ def test_the_card_of_a_merged_model_says_how_the_adapter_was_measured(measured: 
     assert said not in text
 
 
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("hf_longattn: {author: me}", "there is no argument 'author'"),
+        ("hf_longattn: true", "'bool' object is not iterable"),
+        ("hf_longattn: {training: [novels]}", "'list' object has no attribute 'items'"),
+        ("hf_longattn: {metrics: {loss: {512: 2.5}}}", "metrics need evaluated_on"),
+        ("hf_longattn: {", "while parsing"),
+    ],
+)
+def test_metadata_of_an_adapters_card_that_somebody_has_written_in(line: str, reason: str, base: Path, tmp_path: Path) -> None:
+    config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    m = peft.get_peft_model(hf_longattn.apply(AutoModelForCausalLM.from_pretrained(base), CONFIG), config)
+    hf_longattn.save(m, tmp_path / "adapter", tokenizer=letters())
+    readme = tmp_path / "adapter" / "README.md"
+    card = readme.read_text()
+    readme.write_text(card.replace("\ntags:\n", f"\n{line}\ntags:\n", 1))
+    with pytest.raises(ValueError, match=rf"README\.md cannot be read \((?s:.*){reason}(?s:.*)take hf_longattn: out of it"):
+        hf_longattn.merge(tmp_path / "adapter", tmp_path / "whole")
+    said = "hf_longattn: {reach: 2, evaluated_on: 2024, training: null}"
+    readme.write_text(card.replace("\ntags:\n", f"\n{said}\ntags:\n", 1))
+    hf_longattn.merge(tmp_path / "adapter", tmp_path / "whole")
+    assert ModelCard.load(tmp_path / "whole" / "README.md").data["hf_longattn"]["reach"] == "2"
+
+
 CHECKOUT = f"pip install .  # in a checkout of hf_longattn {hf_longattn.__version__}"
 
 
