@@ -533,7 +533,7 @@ def test_adapter_settings_bring_their_attention(folder: Path, tmp_path: Path, ki
     adapted.save_pretrained(tmp_path / "adapter")
     if kind == "beside":
         model.config.save_pretrained(tmp_path / "adapter")
-    (setting,) = [s for s in parse_settings([], adapters=[f"mine={tmp_path / 'adapter'}"]) if s.name == "mine"]
+    (setting,) = [s for s in parse_settings([], adapter=[f"mine={tmp_path / 'adapter'}"]) if s.name == "mine"]
     check_setting(setting, Checkpoint(str(folder / "model")))
     loaded = load_setting(setting, Checkpoint(str(folder / "model")))
     assert hf_longattn.get_config(loaded).logit_map is not None
