@@ -226,6 +226,8 @@ def _trained_length(checkpoint: Checkpoint) -> int:
 
 def _check_model(recipe: Recipe, original: Checkpoint, empty: Any, reads: int) -> None:
     """Raise ValueError for windows, positions or processes that the model does not take."""
+    if (table := table_entries(empty)) is not None:
+        _check_table(recipe, reads, table)
     if recipe.distill is not None and recipe.length > (trained := _trained_length(original)):
         raise ValueError(
             f"the teacher was trained at {trained} tokens; windows of {recipe.length} are beyond it: lower length"
@@ -233,8 +235,10 @@ def _check_model(recipe: Recipe, original: Checkpoint, empty: Any, reads: int) -
     if recipe.sequence_parallel > 1:
         heads = original.text_config.num_attention_heads
         check_heads(heads, getattr(original.text_config, "num_key_value_heads", None) or heads, recipe.sequence_parallel)
-    if (table := table_entries(empty)) is None:
-        return
+
+
+def _check_table(recipe: Recipe, reads: int, table: int) -> None:
+    """Raise ValueError for what a model with a learned position table (GPT-2) of so many entries does not take."""
     if recipe.longest > table:
         raise ValueError(
             f"this model learned its positions, in a table of {table:,}: it cannot read {recipe.longest:,} tokens"
