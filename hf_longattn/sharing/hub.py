@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -193,10 +194,8 @@ def _said(readme: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
     if not _ours(text):
         return {}
-    try:
+    with _reading(readme):
         facts = _facts(dict(ModelCard(text).data.get(TAG) or {})).data
-    except (AttributeError, OSError, TypeError, ValueError, yaml.YAMLError) as error:  # somebody has written in it
-        raise ValueError(f"{readme} cannot be read ({error}): mend its metadata, or take {TAG}: out of it") from error
     measured = {"metrics", "base_metrics", "evaluated_on", "reach"}
     if given.keys() & measured:
         facts = {name: fact for name, fact in facts.items() if name not in measured}
@@ -205,6 +204,15 @@ def _said(readme: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     if "reach" in facts:
         facts["reach"] = PICTURE.sub("", facts["reach"]).strip()
     return facts
+
+
+@contextmanager
+def _reading(readme: Path) -> Iterator[None]:
+    """Raise ValueError that names a card of ours in whose metadata somebody has written what cannot be read."""
+    try:
+        yield
+    except (AttributeError, OSError, TypeError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{readme} cannot be read ({error}): mend its metadata, or take {TAG}: out of it") from error
 
 
 def push(
@@ -304,7 +312,8 @@ def files(directory: Path, repo_id: str, facts: Facts, base_model: str | None = 
         if given := sorted(f.name for f in fields(facts) if getattr(facts, f.name) and f.name not in fills):
             raise ValueError(f"{readme} is kept as it is; write {', '.join(given)} into it, or remove it")
         if _ours(text):  # it was written for a folder, from which nobody else can load
-            card = ModelCard(LOADING.sub(rf'\g<1>"{repo_id}"', text, count=1))
+            with _reading(readme):
+                card = ModelCard(LOADING.sub(rf'\g<1>"{repo_id}"', text, count=1))
             _call(card, repo_id.rpartition("/")[2])
             card.data["license"] = facts.license or card.data.get("license")
             if base_model:

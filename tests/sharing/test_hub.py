@@ -253,6 +253,9 @@ def test_metadata_of_an_adapters_card_that_somebody_has_written_in(line: str, re
     readme.write_text(card.replace("\ntags:\n", f"\n{line}\ntags:\n", 1))
     with pytest.raises(ValueError, match=rf"README\.md cannot be read \((?s:.*){reason}(?s:.*)take hf_longattn: out of it"):
         hf_longattn.merge(tmp_path / "adapter", tmp_path / "whole")
+    if reason == "while parsing":
+        with pytest.raises(ValueError, match=r"README\.md cannot be read \((?s:.*)while parsing"):
+            hf_longattn.push(tmp_path / "adapter", "you/adapter", base_model="you/base")
     said = "hf_longattn: {reach: 2, evaluated_on: 2024, training: null}"
     readme.write_text(card.replace("\ntags:\n", f"\n{said}\ntags:\n", 1))
     hf_longattn.merge(tmp_path / "adapter", tmp_path / "whole")
