@@ -25,7 +25,7 @@ from .names import is_longattn_name, ours_in, short
 #: The record: the method as `LongAttnConfig.to_dict` writes it; rotary settings where they are not those of the base
 #: checkpoint, or that is not known, and the base's; whether the base runs a method by itself, which stays on without adapters.
 RECORD = ("longattn", "rope_parameters", "base_rope_parameters", "base_has_method")
-#: Its key in `auto_mapping`.
+#: Its key in `auto_mapping`, where `unsaved` beside it says whether learned parameters came after the adapter.
 KEY = "hf_longattn"
 #: The name of an attention module's learned parts, by which PEFT's modules_to_save knows them.
 LEARNED = "longattn"
