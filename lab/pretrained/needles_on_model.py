@@ -24,6 +24,7 @@ from transformers import AutoTokenizer
 from hf_longattn.evaluation import answer_scores, prefix_of
 from hf_longattn.evaluation.measures.losses import Prefix
 from hf_longattn.evaluation.rows import Row
+from hf_longattn.evaluation.statistics import mean_interval
 from hf_longattn.evaluation.tasks import Encoder, Needle
 from hf_longattn.evaluation.tasks.needle import CITIES, QUESTION
 from hf_longattn.integration.caches import CACHE
@@ -186,8 +187,9 @@ NEEDLES_ON_MODEL = Program(
 
 
 def contents() -> Contents:
-    """What stands below `<!-- needles on model: model text length -->`, and `<!-- found by list: ... | label -->`: how many of
-    the needles, a number of a sentence."""
+    """What stands below `<!-- needles on model: model text length -->`; `<!-- found by list: ... | label -->`: how many of the
+    needles, a number of a sentence; `<!-- needles less: model text | method | adapter | ... -->`: what adapters find by list
+    under that method and under others, at each length."""
     rows = runner.rows_of(NEEDLES_ON_MODEL.result.name)
 
     def read(what: str) -> tuple[dict[str, Row], list[str]]:
@@ -207,7 +209,26 @@ def contents() -> Contents:
             head += [f"chat, of {len(chat['numbers'])}", f"chains, of {HOPS * len(chat['names'])}"]
         return lines(head, {label: shown(row) for label, row in rows.items()})
 
-    return {"needles on model": asked, "found by list": found}
+    def less(what: str) -> str:
+        words, (base, *adapters) = parts(what)
+        runs: dict[tuple[str, int], dict[str, Row]] = {}
+        here = [r for r in runner.having(rows, words, ("model", "text")) if r.get("adapter") in adapters]
+        for row in sorted(here, key=lambda r: (adapters.index(r["adapter"]), r["length"])):
+            runs.setdefault((row["adapter"], row["length"]), {})[row["name"]] = row
+        others = sorted({name for by in runs.values() for name in by} - {base})
+        body = {
+            f"{adapter}, {length:,}": [str(sum(by[base]["list"]["found"])), *(beside(by[x], by[base]) for x in others)]
+            for (adapter, length), by in runs.items()
+        }
+        return lines(["adapter, length", f"`{base}`", *(f"`{name}`" for name in others)], body)
+
+    return {"needles on model": asked, "found by list": found, "needles less": less}
+
+
+def beside(row: Row, other: Row) -> str:
+    """Needles found by list, and the loss of a number less that of another row, needle by needle."""
+    deltas = [a - b for a, b in zip(row["list"]["loss"], other["list"]["loss"], strict=True)]
+    return "{} ({:+.2f} ± {:.2f})".format(sum(row["list"]["found"]), *mean_interval(deltas))
 
 
 def shown(row: Row) -> list[str]:
