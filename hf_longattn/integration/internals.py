@@ -109,6 +109,11 @@ def foreign_forward(module: nn.Module) -> str | None:
     return None
 
 
+def attends_in_place(module: nn.Module) -> bool:
+    """Tell whether a module stands around one that attends, and computes its attention (TransformerLens' AttentionBridge)."""
+    return any(c.__name__ == "AttentionBridge" and c.__module__.startswith("transformer_lens.") for c in type(module).__mro__)
+
+
 def passes_on(module: nn.Module, argument: str) -> bool:
     """Tell whether a module's forward function calls something with an argument of this name."""
     return any(argument == c or (isinstance(c, tuple) and argument in c) for c in _code(module).co_consts)

@@ -12,7 +12,7 @@ from ..user_warnings import warn
 from .changes import remember
 from .config_records import raw_section
 from .guards import guard
-from .internals import foreign_forward, get_implementation, set_implementation
+from .internals import attends_in_place, foreign_forward, get_implementation, set_implementation
 from .layers import Layer, View
 from .masks import refuse_both_ways
 from .model_facts import facts_of, num_heads
@@ -234,6 +234,11 @@ def _refuse_model(view: View, config: LongAttnConfig) -> None:
     """Raise for a model that no method can go into, whatever its layers: they all get one mask."""
     cannot = f"{config.name if config.methods else 'a method'} cannot go into {view.name}: "
     refuse_both_ways(view.target, cannot)
+    if around := next((x for x in view.modules if attends_in_place(x)), None):
+        raise ValueError(
+            f"{cannot}TransformerLens' {type(around).__name__} computes its attention in place of transformers. Load the "
+            "model anew and look inside it with nnsight or pyvene, which leave attention to transformers"
+        )
     if why := next((why for x in view.candidates if (why := x.why_not_our_mask)), None):
         raise ValueError(f"{cannot}{why}. It could not read the mask that a method puts in that one's place")
 

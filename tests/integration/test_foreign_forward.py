@@ -168,3 +168,15 @@ def test_a_rotation_by_another_function_is_undone_alike(monkeypatch: pytest.Monk
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", liger_rotary_pos_emb)
     with torch.no_grad():
         torch.testing.assert_close(model("rerope")(IDS).logits, want, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("method", ["infoscale:clamp=false", "rerope"])
+def test_a_bridge_of_transformer_lens_is_refused(method: str) -> None:
+    """It stands around each attention module, adds transformers' mask to its own scores, and knows no other."""
+    bridge = type("AttentionBridge", (torch.nn.Module,), {"__module__": "transformer_lens.model_bridge"})
+    other = model("sdpa")
+    for layer in other.model.layers:
+        around = type("PositionEmbeddingsAttentionBridge", (bridge,), {})()
+        around._original_component, layer.self_attn = layer.self_attn, around
+    with pytest.raises(ValueError, match=r"TransformerLens' PositionEmbeddingsAttentionBridge computes its attention"):
+        hf_longattn.apply(other, method)
