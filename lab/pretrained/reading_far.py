@@ -179,8 +179,8 @@ def contents() -> Contents:
 
     `<!-- reading: [model] text length [whole] -->`: means; with `| label | ...` behind it of these rows alone.
     `<!-- reading-less: [model] text length -->`: with `| label | label | ...` the further ones less the first.
-    `far less`, `far better`, `far worse`: model length, of longer segments; `text better`, `text worse`: [model] text length
-    [whole], on one text alone; see `paired.marks`.
+    `far less`, `far better`, `far worse`: model length, of longer segments; `far text less` and so on: model text length, of one
+    text alone; `text better`, `text worse`: [model] text length [whole], likewise; see `paired.marks`.
     """
     rows = [r | {"name": r["label"]} for r in runner.rows_of("reading-*.json")]
 
@@ -195,9 +195,10 @@ def contents() -> Contents:
         here = {r["label"]: r for r in on_text(words)}
         return here, labels or [label for label, r in here.items() if "adapter" not in r]
 
-    far = paired.by_words([r for r in rows if r["segment"] != SEGMENT], ("model", "length"), CHOOSING)
+    longer = [r for r in rows if r["segment"] != SEGMENT]
     return {
-        **paired.marks("far", far),
+        **paired.marks("far", paired.by_words(longer, ("model", "length"), CHOOSING)),
+        **paired.marks("far text", lambda words: runner.having(longer, words, ("model", "text", "length"))),
         **paired.marks("text", on_text),
         "reading": lambda what: shown(*asked(what)),
         "reading-less": lambda what: lines(["", "Δ prose", "Δ all copies", f"Δ {FAR}"], less(*asked(what), "|" in what)),
