@@ -179,8 +179,8 @@ def contents() -> Contents:
 
     `<!-- reading: [model] text length [whole] -->`: means; with `| label | ...` behind it of these rows alone.
     `<!-- reading-less: [model] text length -->`: with `| label | label | ...` the further ones less the first.
-    `far less`, `far better`, `far worse`: model length, of longer segments; `far text less` and so on: model text length, of one
-    text alone; `text better`, `text worse`: [model] text length [whole], likewise; see `paired.marks`.
+    `far less`, `far better`, `far worse`: model length, of longer segments; `far text less` and so on: model text length, of
+    one text alone; `text better`, `text worse`: [model] text length [whole], likewise; see `paired.marks`.
     """
     rows = [r | {"name": r["label"]} for r in runner.rows_of("reading-*.json")]
 
