@@ -123,7 +123,10 @@ class LongAttnConfig:
         backends = {x.backend for x in self.parts}
         lengths = [(x.train_length, x.train_length_source) for x in self.parts if x.train_length]
         if len({length for length, _ in lengths}) > 1:
-            raise ValueError("train_length is one for the model, and the parts differ in it")
+            given = " and ".join(f"{x.train_length} for {x.name}" for x in self.parts if x.train_length)
+            raise ValueError(
+                f"train_length is one for the model, and the parts differ in it, {given}: give it to one part alone"
+            )
         if reads := {x.extended_to for x in (*self.parts, self)} - {None}:
             if len(set(map(as_length, reads))) > 1:
                 raise ValueError("extended_to is one for the model, and the parts differ in it")

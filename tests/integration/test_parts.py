@@ -127,7 +127,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "parts in parts": ([LongAttnConfig(parts=(NEAR, MAP))], "each part is a config with a method and without parts"),
     "two trained lengths": (
         [preset("logn", train_length=5, layers=[0]), preset("logn", train_length=6, layers=[1])],
-        "train_length is one for the model",
+        "train_length is one for the model, and the parts differ in it, 5 for logn and 6 for logn: give it to one part alone",
     ),
     "no such layer": ([NEAR, preset("alibi", layers=[9])], "layer 9, but the model has layers 0 to 3"),
 }
