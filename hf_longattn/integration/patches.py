@@ -129,10 +129,11 @@ def _keeping_our_name(original: Any) -> property:
 
     @functools.wraps(original.fget)
     def getter(self: PreTrainedConfig) -> str | None:  # every layer asks: as few calls as it takes
-        name: str | None = getattr(self, IMPLEMENTATION, None)
         if is_dynamo_compiling():
-            return name
-        record = object.__getattribute__(self, "__dict__").get("_longattn")
+            return getattr(self, IMPLEMENTATION, None)
+        own = object.__getattribute__(self, "__dict__")
+        name: str | None = own.get(IMPLEMENTATION)
+        record = own.get("_longattn")
         if record is None or record.named is None or record.named != name or tracing_context() is not None:
             return name
         runs = get_implementation(language_config(self)) if name in STOCK else name  # of a whole: its language model
