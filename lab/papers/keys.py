@@ -308,4 +308,5 @@ def answered(model: Any, settings: Settings) -> dict[str, Any]:
 KEYS = experiment("keys", SCRATCH, run_scratch)
 KEYS_OF_TWO = experiment("keys-of-two", SCRATCH, run_scratch)
 KEYS_IN_256 = experiment("keys-in-256", SCRATCH, run_scratch)
+KEYS_WIDER = experiment("keys-wider", SCRATCH, run_scratch)
 KEYS_CONVERTED = experiment("keys-converted", CONVERTED, run_converted)

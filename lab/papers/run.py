@@ -30,7 +30,7 @@ from lab.papers.algorithms import ALGORITHMS, ALGORITHMS_PRETRAINED
 from lab.papers.conversion import CONVERSION
 from lab.papers.encodings import ENCODED
 from lab.papers.experiment import Experiment, Run, Texts, refuse_other_settings
-from lab.papers.keys import KEYS, KEYS_CONVERTED, KEYS_IN_256, KEYS_OF_TWO
+from lab.papers.keys import KEYS, KEYS_CONVERTED, KEYS_IN_256, KEYS_OF_TWO, KEYS_WIDER
 from lab.papers.length import ATTENTION, LENGTH
 from lab.papers.masked import MASKED
 from lab.papers.needles import NEEDLES, NEEDLES_BEYOND, PRETRAINED
@@ -41,7 +41,7 @@ ALL = (
     *SETS,
     *(LENGTH, ATTENTION, NEEDLES, PRETRAINED, MASKED, ENCODED),
     *(ALGORITHMS, ALGORITHMS_PRETRAINED, CONVERSION, NEEDLES_BEYOND),
-    *(KEYS, KEYS_CONVERTED, KEYS_OF_TWO, KEYS_IN_256),
+    *(KEYS, KEYS_CONVERTED, KEYS_OF_TWO, KEYS_IN_256, KEYS_WIDER),
 )
 EXPERIMENTS = {e.name: e for e in ALL}
 RESULTS = tables.RESULTS

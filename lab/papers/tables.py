@@ -784,5 +784,5 @@ def keys_converted(rows: list[Row]) -> Parts:
     yield about(rows)
 
 
-for experiment_of_keys in ("keys", "keys-of-two", "keys-in-256"):
+for experiment_of_keys in ("keys", "keys-of-two", "keys-in-256", "keys-wider"):
     keys(experiment_of_keys)
