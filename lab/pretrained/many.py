@@ -1,4 +1,4 @@
-"""The headline on forty texts, which a GPU read: each text's mean counts once. Their protocol is headline_many.yaml."""
+"""The headline on forty texts, copies and answers: each text's mean counts once. Their protocol is headline_many.yaml."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from hf_longattn.evaluation.rows import Row, RowFile
 from hf_longattn.evaluation.statistics import mean_interval
 from lab.markdown import Contents
 from lab.pretrained import paired
+from lab.pretrained.answers import HALVES
 from lab.pretrained.runner import RESULTS, parts
 
 RESULT = RESULTS / "headline-many.json"
 #: One of these texts, read on a CPU in float32.
 ELSEWHERE = RESULTS / "headline-many-cpu.json"
+#: Facts hidden in the same texts, which answers.py asks for.
+ANSWERS = RESULTS / "answers-many.json"
 #: Columns of the table: what `paired.losses` calls it, and its head.
 COLUMNS = {"all": "all copies", "near": "near", "far": "far", "within": "text within", "beyond": "text beyond"}
 
@@ -34,6 +37,10 @@ def contents() -> Contents:
     `<!-- many less: KIND | other -->`: every setting less another, over texts; of `| label | ...` behind it, these.
     `<!-- many better: KIND | one | other | what -->`: a number of a sentence, of `COLUMNS`, by how much one is better; with
     "count" behind, on how many texts.
+    `<!-- many answers: LENGTH | other -->`: the right answers of every setting on texts that all have read, of the first half
+    of a text and of the second, and, less another's over texts, the share of right answers and the loss; of
+    `| label | ...` behind it, these.
+    `<!-- many right: LENGTH | label -->`: a number of a sentence, as "12 of 60".
     `<!-- many elsewhere: -->`: the largest difference of a mean loss from that of the same reading on a CPU.
     """
 
@@ -58,10 +65,40 @@ def contents() -> Contents:
             raise ValueError(f"a page says that {one} is better than {other} ({what}): {value:+.3f}")
         return f"{-value:.3f} ± {half:.3f}"
 
+    def asked(length: str) -> dict[str, dict[str, Row]]:
+        """By setting and text, of texts that every setting has read."""
+        found: dict[str, dict[str, Row]] = {}
+        for row in RowFile(ANSWERS):
+            if row["length"] == int(length):
+                found.setdefault(row["name"], {})[row["text"]] = row
+        common = set.intersection(*map(set, found.values()))
+        return {name: {text: by_text[text] for text in sorted(common)} for name, by_text in found.items()}
+
+    def answers(what: str) -> str:
+        (length,), (other, *only) = parts(what)
+        here, body = asked(length), []
+        for name in only or here:
+            rows, others = here[name].values(), here[other].values()
+            halves = [sum(row["found"][n] for row in rows for n in half) for half in HALVES]
+            both = list(zip(rows, others, strict=True))
+            share = [fmean(a["found"]) - fmean(b["found"]) for a, b in both]
+            loss = [fmean(a["loss"]) - fmean(b["loss"]) for a, b in both]
+            counts = f"({sum(d > 0 for d in share)} more, {sum(d < 0 for d in share)} fewer of {len(share)})"
+            less = ["", ""] if name == other else [f"{paired.interval(share)} {counts}", shown(loss)]
+            body.append([f"`{name}`", right(f"{length} | {name}"), *map(str, halves), *less])
+        head = ["", "right", "of the first half", "of the second", f"share less {other}'s", f"loss less {other}'s"]
+        return markdown(head, body)
+
+    def right(what: str) -> str:
+        (length,), (label,) = parts(what)
+        found = [x for row in asked(length)[label].values() for x in row["found"]]
+        return f"{sum(found)} of {len(found)}"
+
     def elsewhere(_: str) -> str:
         here = {(row["text"], row["name"]): row for row in read("all")}
         pairs = [(row, here[row["text"], row["name"]]) for row in RowFile(ELSEWHERE)]
         apart = [abs(fmean(paired.losses(a, w)) - fmean(paired.losses(b, w))) for a, b in pairs for w in ("all", "prose")]
         return f"{max(apart):.3f}"
 
-    return {"many less": less, "many better": better, "many elsewhere": elsewhere}
+    answered = {"many answers": answers, "many right": right}
+    return {"many less": less, "many better": better, "many elsewhere": elsewhere} | answered
