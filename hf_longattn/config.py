@@ -25,7 +25,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from .slots.method import SLOTS, Heads, Method, ModelFacts, as_length, freeze, thaw
 from .slots.method import length_of as length_of
-from .slots.registry import did_you_mean, fixed_by, from_elsewhere, list_methods, method, method_class, parameters_of
+from .slots.registry import (
+    check_bound,
+    did_you_mean,
+    fixed_by,
+    from_elsewhere,
+    list_methods,
+    method,
+    method_class,
+    parameters_of,
+)
 
 if TYPE_CHECKING:
     from .slots.base import KeyIntervals, LogitMap, OutputNorm, Positions, Score, Sink, Temperature, Visibility
@@ -357,6 +366,8 @@ class LongAttnConfig:
         own = next((m.own_temperature for m in self.key_intervals if m.own_temperature), None)
         both = dataclasses.replace(facts, own_temperature=own or facts.own_temperature)
         bound: dict[str, Any] = {m.slot: m.bind(both) for m in self.methods}
+        for m in bound.values():
+            check_bound(m, both)
         if own and facts.own_temperature:
             raise ValueError(
                 f"the model has a temperature of its own ({facts.own_temperature}); {own} on top of it sharpens twice: give "
@@ -458,7 +469,7 @@ def written(methods: Sequence[Method], only: Iterable[str] | None = None) -> str
     said = [(m, k, v) for m in methods for k, v in m.to_dict().items() if k != "name" and (only is None or k in only)]
     count = Counter(k for _, k, _ in said)
     shared = {k for k, n in count.items() if n > 1 and not (k == "train_length" and _alike(v for _, x, v in said if x == k))}
-    defaults = {m: {f.name: thaw(f.default) for f in fields(m)} for m in methods}
+    defaults = {m: {f.name: thaw(freeze(f.default)) for f in fields(m)} for m in methods}
     if any(k in shared and v != defaults[m][k] for m, k, v in said):
         return ", ".join(written([m], only) for m in methods)
     pairs = {k: word(v) for _, k, v in said if k not in shared and v is not None}

@@ -246,7 +246,7 @@ def test_a_name_can_be_registered_once() -> None:
     class Homeless(ScaleInvariant):
         slot = "nowhere"
 
-    with pytest.raises(ValueError, match="the slots are"):
+    with pytest.raises(ValueError, match="a LogitMap fills 'logit_map'"):
         register(Homeless)
 
 

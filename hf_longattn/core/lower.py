@@ -12,7 +12,7 @@ from torch import Tensor
 from ..slots.base import EntropyTemperature, KeyInterval, KeyIntervals, LengthTemperature, LogitMap
 from .call import Call
 from .geometry import AttentionLayout
-from .kernels.kernel import MARGIN
+from .kernels.kernel import MARGIN, MASK_VALUE
 from .plan import AttentionPlan, LogitSpec, Operand, Segment
 from .rotary import RotationDelta
 from .stages import finish, joint_sinks
@@ -125,9 +125,9 @@ def distance_tables(
 
     def build() -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            tables = logit_map.tables(heads, length, wide_device(device), strength if logit_map.blends else None)
-            gain, bias = (sent(x.to(dtype), device) for x in tables)
-            return gain, bias
+            other = (strength,) if logit_map.blends else ()
+            gain, bias = (x.to(dtype) for x in logit_map.checked_tables(heads, length, wide_device(device), *other))
+            return sent(gain, device), sent(bias.clamp(min=MASK_VALUE), device)
 
     if strength is not None:
         return build()

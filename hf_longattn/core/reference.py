@@ -66,7 +66,7 @@ def _dense(call: Call) -> tuple[Tensor, Tensor]:
     if config.logit_map is not None:
         t = rows.distance(kv_len)
         length = int(t.max()) + 1 if readable(t) and t.numel() else kv_len + t.shape[1]
-        tables = config.logit_map.tables(heads, length, t.device)
+        tables = config.logit_map.checked_tables(heads, length, t.device)
         gain, bias = (sent(x[:, t].transpose(0, 1).to(compute), device) for x in tables)
         sinks = rows.sinks(kv_len, config.logit_map.sink_tokens)[:, None].to(device)
         logits = torch.where(sinks, logits, gain * logits + bias)
@@ -84,7 +84,8 @@ def _dense(call: Call) -> tuple[Tensor, Tensor]:
     weights = torch.nn.functional.dropout(_softmax(logits, visible, sink), call.dropout)
     output = weights @ value
     if config.output_norm is not None:
-        output = config.output_norm.normalise(output, learned.get("output_norm"))
+        constants = config.output_norm.constants(output.new_empty(0))
+        output = config.output_norm.normalise(output, learned.get("output_norm"), *constants)
     return output.to(dtype), weights
 
 

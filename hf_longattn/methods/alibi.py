@@ -29,7 +29,7 @@ class Alibi(LogitMap):
     def head_dependent(self) -> bool:
         return True
 
-    def tables(self, heads: int, length: int, device: torch.device, strength: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def tables(self, heads: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         distance = torch.arange(length, dtype=torch.float64, device=device)
         return torch.ones(1, length, dtype=torch.float64, device=device), -slopes(heads, device)[:, None] * distance
 

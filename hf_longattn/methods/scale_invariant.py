@@ -97,11 +97,6 @@ class ScaleInvariant(LogitMap):
                 torch.as_tensor(v, dtype=torch.float64, device=device).reshape(-1, 1)
                 for v in (self.logit_mean or 0.0, 1.0 if self.logit_variance is None else self.logit_variance)
             )
-            if any(len(v) not in (1, heads) for v in (mean, variance)):
-                raise ValueError(
-                    f"logit_mean or logit_variance holds {max(len(mean), len(variance))} numbers for {heads} heads; of "
-                    "parameters per layer, config.for_layer(i) takes one layer's"
-                )
             decay = 1.0 if self.decay is None else self.decay
             gain = torch.sqrt(1 + 2 * decay / variance * log)
             bias = mean * (1 - gain) - 2 * decay * log

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -71,6 +72,49 @@ def tried(method: Method, facts: ModelFacts, x: Tensor) -> Iterator[tuple[str, A
     """The trial of a method's learned parameters, which take x and give what has its shape."""
     if (part := made(method, facts)) is not None:
         yield "its module", part(x, own=lambda parameter: parameter), x
+
+
+def try_out(method: Method, facts: ModelFacts, what: str) -> None:
+    """Raise ValueError for a method whose functions fail on tiny tensors.
+
+    Args:
+        what: names it.
+    """
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)  # where a model is built it is the model's, on no device
+    try:
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            for call, found, wanted in method.trial(facts):
+                shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", type(found).__name__)
+                if (shape, dtype) != (wanted.shape, wanted.dtype):
+                    shown = "no tensor" if shape is None else f"shape {tuple(shape)}"
+                    raise ValueError(
+                        f"it gives {shown}, {dtype}, and not shape {tuple(wanted.shape)}, {wanted.dtype} ({call})"
+                    )
+                if bool((found != found).any() or (found == math.inf).any()):
+                    raise ValueError(f"it gives NaN or infinity ({call}), and so would every logit")
+    except Exception as error:
+        raise ValueError(f"{what} fails on tiny tensors: {str(error) or type(error).__name__}") from error
+    finally:
+        torch.set_default_dtype(default)
+
+
+def check_head_dependent(method: Method, why: str, differs: bool) -> None:
+    """Raise ValueError for a method whose heads differ and that does not say so."""
+    if differs and not method.head_dependent:
+        raise ValueError(
+            f"{why}, and head_dependent is False: split over processes, heads would take each other's. Let that property "
+            "return True"
+        )
+
+
+def check_by_row(what: str, of_all: Tensor, alone: Iterable[Tensor], dim: int) -> None:
+    """Raise ValueError for a function that gives a row something else alone than among other rows."""
+    if not torch.allclose(of_all, torch.cat(list(alone), dim), rtol=1e-4, atol=1e-6, equal_nan=True):
+        raise ValueError(
+            f"a row gets something else alone than among other rows ({what}), so that caches, chunks and padding would change "
+            "results: each row is to depend on itself alone"
+        )
 
 
 class KeyIntervals(Method, ABC):
@@ -166,7 +210,10 @@ def _check_intervals(method: KeyIntervals) -> None:
     refuse(inside.sum(0) > 1, "two intervals hold the pair, which would count twice: intervals() must be disjoint")
     refuse(seen & ~inside.any(0), "no interval holds the pair, which would not be seen: intervals() leaves a gap")
     refuse(~seen & inside.any(0), "an interval holds the pair, which visible() hides")
-    stated = method.distance(i, j)
+    stated, rows = method.distance(i, j), list(zip(i.split(1), j.split(1), strict=True))
+    check_by_row("distance", stated, (method.distance(*row) for row in rows), 0)
+    if isinstance(method, Visibility):
+        check_by_row("visible", seen.double(), (method.visible(*row).double() for row in rows), 0)
     for n, interval in enumerate(intervals):
         f, g = ((x.double() if to is None else to(x)) for to, x in ((interval.query, i), (interval.key, j)))
         f, g, want = (x if x.ndim == 3 else x[..., None] for x in (f, g, stated))  # heads
@@ -248,9 +295,17 @@ class Score(Method, ABC):
             torch.arange(1.0, 1 + heads * 6 * facts.head_dim, device="cpu").sin().view(1, heads, 6, facts.head_dim)
             for heads in (facts.num_heads, facts.num_kv_heads)
         )
+        for x in (query, key):
+            x[:, :, 0] = 0  # as in a cache's empty places
         found = self.fold(query, key)
-        yield from (("fold, the query", found[0], query), ("fold, the key", found[1], key))
+        yield from (
+            ("fold, the query, at first of zeros", found[0], query),
+            ("fold, the key, at first of zeros", found[1], key),
+        )
         yield "fold, the scaling", torch.tensor(float(found[2]), device="cpu"), torch.ones((), device="cpu")
+        alone = [self.fold(q, k) for q, k in zip(query.split(1, 2), key.split(1, 2), strict=True)]
+        check_by_row("fold, the query", found[0], (q for q, _, _ in alone), 2)
+        check_by_row("fold, the key", found[1], (k for _, k, _ in alone), 2)
 
 
 class Temperature(Method, ABC):
@@ -317,8 +372,13 @@ class LengthTemperature(Temperature):
 
     def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
         n = torch.tensor([1, 2, 3, 16, 17, 65536], dtype=torch.float64, device="cpu")
-        yield "formula", self._published(n, facts.head_dim), n
+        found = self._published(n, facts.head_dim)
+        yield "formula", found, n
+        check_by_row("formula", found, (self._published(x, facts.head_dim) for x in n.split(1)), 0)
         yield from tried(self, facts, n.expand(1, facts.num_heads, -1))
+        if (part := made(self, facts)) is not None:
+            differs = part(n.expand(1, 1, -1), own=lambda parameter: parameter).shape[1] > 1
+            check_head_dependent(self, "its module has a parameter for each head", differs)
 
 
 class EntropyTemperature(Temperature, ABC):
@@ -342,7 +402,9 @@ class EntropyTemperature(Temperature, ABC):
     def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
         entropy = torch.linspace(0, 11, facts.num_heads * 6, device="cpu")  # 11 nats: 60,000 keys alike
         entropy = entropy.view(1, facts.num_heads, 6)
-        yield "factor", self.factor(entropy), entropy
+        found = self.factor(entropy)
+        yield "factor", found, entropy
+        check_by_row("factor", found, map(self.factor, entropy.split(1, 2)), 2)
 
 
 class LogitMap(Method, ABC):
@@ -353,7 +415,7 @@ class LogitMap(Method, ABC):
     sink_tokens: int = 0
     """The first keys of each sequence that the map leaves alone."""
     blends: ClassVar[bool] = False
-    """True if the map has a strength, so that `tables` can be asked for another one."""
+    """True if the map has a strength: `tables` then takes another one, a float64 without dimensions, or None, last."""
 
     @property
     def needs_training(self) -> bool:
@@ -363,17 +425,26 @@ class LogitMap(Method, ABC):
         return LogitMapOfHeads(self, heads) if self.head_dependent else self
 
     @abstractmethod
-    def tables(self, heads: int, length: int, device: torch.device, strength: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """gain and bias for t = 0 .. length-1: two float64 tensors, each of shape (heads or 1, length).
+    def tables(self, heads: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """gain and bias for t = 0 .. length-1: two float64 tensors, each of shape (heads or 1, length)."""
 
-        Args:
-            strength: float64 without dimensions, in place of the map's own, where it `blends`; None: its own.
-        """
+    def checked_tables(self, heads: int, length: int, device: torch.device, *strength: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`tables`; ValueError where they have other rows than one, or one for each head."""
+        gain, bias = self.tables(heads, length, device, *strength)
+        if wrong := [len(x) for x in (gain, bias) if len(x) not in (1, heads)]:
+            raise ValueError(
+                f"{self.name}: tables() gives {wrong[0]} rows for {heads} heads; of parameters per layer and head, which "
+                "by_head names, config.for_layer(i) takes one layer's"
+            )
+        return gain, bias
 
     def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
-        for name, table in zip(("gain", "bias"), self.tables(facts.num_heads, 12, torch.device("cpu")), strict=True):
+        length = 1 << 12  # functions of the distance fail late: roots and logarithms of what is left, buckets
+        tables = self.tables(facts.num_heads, length, torch.device("cpu"))
+        for name, table in zip(("gain", "bias"), tables, strict=True):
             heads = 1 if len(table) == 1 else facts.num_heads
-            yield f"tables, {name}", table, torch.ones(heads, 12, dtype=torch.float64, device="cpu")
+            yield f"tables, {name}", table, torch.ones(heads, length, dtype=torch.float64, device="cpu")
+        check_head_dependent(self, "tables() has a row for each head", any(len(table) > 1 for table in tables))
 
 
 @dataclass(frozen=True)
@@ -386,6 +457,9 @@ class LogitMapOfHeads(LogitMap):
     whole: LogitMap
     part: Heads
 
+    def __post_init__(self) -> None:
+        """These are no parameters to check."""
+
     @property
     def sink_tokens(self) -> int:  # type: ignore[override]
         return self.whole.sink_tokens
@@ -394,8 +468,8 @@ class LogitMapOfHeads(LogitMap):
     def blends(self) -> bool:  # type: ignore[override]
         return self.whole.blends
 
-    def tables(self, heads: int, length: int, device: torch.device, strength: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        gain, bias = self.whole.tables(self.part.of, length, device, strength)
+    def tables(self, heads: int, length: int, device: torch.device, *strength: Tensor | None) -> tuple[Tensor, Tensor]:
+        gain, bias = self.whole.tables(self.part.of, length, device, *strength)
         return (self.part.own(gain) if len(gain) > 1 else gain), (self.part.own(bias) if len(bias) > 1 else bias)
 
 
@@ -442,6 +516,13 @@ class OutputNorm(Method, ABC):
         return ()
 
     def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
-        output = torch.arange(float(facts.num_heads * facts.value_dim), device="cpu")
-        output = output.view(1, facts.num_heads, 1, facts.value_dim)
-        yield "normalise", self.normalise(output, made(self, facts), *self.constants(output)), output
+        output = torch.arange(3.0 * facts.num_heads * facts.value_dim, device="cpu").sin()
+        output, affine = output.view(1, facts.num_heads, 3, facts.value_dim), made(self, facts)
+        found = self.normalise(output, affine, *self.constants(output))
+        yield "normalise", found, output
+        alone = (self.normalise(x, affine, *self.constants(output)) for x in output.split(1, 2))
+        check_by_row("normalise", found, alone, 2)
+
+
+#: What a method is made on.
+BASES = (Positions, Visibility, Score, LengthTemperature, EntropyTemperature, LogitMap, Sink, OutputNorm)

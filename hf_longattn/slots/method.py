@@ -95,6 +95,8 @@ class Method:
             value, kinds = getattr(self, f.name), _kinds_of(type(self))[f.name]
             if value is None and f.default is not None and type(None) not in kinds:
                 raise ValueError(f"{self.name}: {f.name} must not be None; leave it out for its default, {f.default!r}")
+            if other := next((x for x in numbers(value) if not isinstance(x, (int, float, str, NoneType))), None):
+                raise ValueError(f"{self.name}: {f.name} must be numbers, words or nests of them, got {type(other).__name__}")
             if any(type(x) is int and not -LARGEST <= x <= LARGEST for x in numbers(value)):
                 raise ValueError(
                     f"{self.name}: {f.name} holds an integer that no tensor can, above {LARGEST} in size: write a smaller one"

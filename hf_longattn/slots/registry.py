@@ -6,9 +6,9 @@ A method of this package registers by its line in METHODS; one from elsewhere by
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import json
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
@@ -28,6 +28,8 @@ STOCK = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_atten
 UNMODIFIED = "unmodified"
 #: Names that mean something where a method's name may stand.
 RESERVED = (*STOCK, "longattn", UNMODIFIED)
+#: Words of a config beside its slots, which a parameter would not be reached under.
+OF_CONFIGS = ("layers", "backend", "extended_to", "version", "parts", "train_length_source")
 #: Position encodings, which are no methods, as `hf_longattn.rope` has them; and the fewest and most numbers they take.
 ROPES = {"yarn": (1, 1), "ntk": (1, 1), "linear": (1, 1), "prope": (1, 2), "nope": (0, 0), "cope": (0, 1)}
 #: The model that a method is tried on as it is registered.
@@ -135,8 +137,13 @@ def _check(method: Any) -> None:
 
 def _check_class(method: Any) -> str:
     """Return how messages call a method; ValueError for what is no method, has no name or slot of its own, or no dataclass."""
-    if not (isinstance(method, type) and issubclass(method, Method)):
-        raise ValueError(f"{method!r} is no method: a frozen dataclass on one of the classes of hf_longattn.slots.base")
+    bases: tuple[type[Method], ...] = import_module(".base", __package__).BASES
+    base = next((x for x in bases if isinstance(method, type) and issubclass(method, x)), None)
+    if base is None:
+        raise ValueError(
+            f"{method!r} is no method: a frozen dataclass on one of the classes of hf_longattn.slots.base, "
+            f"{', '.join(x.__name__ for x in bases)}. What fits none of them has no slot"
+        )
     what = f"{method.__module__}.{method.__qualname__}"
     if getattr(method, "name", None) is None:
         raise ValueError(f'{what} has no name: give the class one, name: ClassVar[str] = "my_method"')
@@ -145,8 +152,8 @@ def _check_class(method: Any) -> str:
     if name in RESERVED:
         whose = "transformers' own attention" if name in STOCK else "something else where a method's name may stand"
         raise ValueError(f"{what} is called {name!r}, which names {whose}: choose another name")
-    if (slot := getattr(method, "slot", None)) not in SLOTS:
-        raise ValueError(f"{what}.slot is {slot!r}; the slots are {', '.join(SLOTS)}")
+    if method.slot != base.slot:
+        raise ValueError(f"{what}.slot is {method.slot!r}, and a {base.__name__} fills {base.slot!r}: leave slot out")
     if name in list_methods() and (name not in elsewhere() or name in _loaded):
         there = method_class(name)
         if name in PRESETS or (there.__module__, there.__qualname__) != (method.__module__, method.__qualname__):
@@ -162,6 +169,16 @@ def _check_class(method: Any) -> str:
             f"{what} is no dataclass, so {', '.join(lost)} would be no parameter: decorate it with "
             "@dataclass(frozen=True, kw_only=True), below @hf_longattn.register"
         )
+    parameters = {f.name for f in fields(method)}
+    annotations = [(k, kind) for x in base.__mro__ for k, kind in inspect.get_annotations(x).items()]
+    if constant := sorted(parameters & {k for k, kind in annotations if "ClassVar" in str(kind)}):
+        raise ValueError(f"{what}: {', '.join(constant)} would be a parameter: annotate it as ClassVar[...]")
+    if taken := sorted(parameters & {*SLOTS, *OF_CONFIGS}):
+        raise ValueError(f"{what} has a parameter {', '.join(taken)}, which is a word of every config: call it otherwise")
+    for list_of in ("by_head", "by_layer"):
+        if not isinstance(names := getattr(method, list_of), tuple) or not parameters.issuperset(names):
+            known = ", ".join(sorted(parameters)) or "none"
+            raise ValueError(f"{what}.{list_of} is {names!r}, and names parameters in a tuple; it has: {known}")
     return what
 
 
@@ -184,16 +201,7 @@ def _check_trial(method: type[Method], what: str) -> None:
     else:
         return  # its defaults do not fit every model
     _check_module(made, what)
-    try:
-        for call, found, wanted in made.trial(facts):
-            shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", type(found).__name__)
-            if (shape, dtype) != (wanted.shape, wanted.dtype):
-                shown = "no tensor" if shape is None else f"shape {tuple(shape)}"
-                raise ValueError(f"it gives {shown}, {dtype}, and not shape {tuple(wanted.shape)}, {wanted.dtype} ({call})")
-            if bool((found != found).any() or (found == math.inf).any()):
-                raise ValueError(f"it gives NaN or infinity ({call}), and so would every logit")
-    except Exception as error:
-        raise ValueError(f"{what} fails on tiny tensors: {str(error) or type(error).__name__}") from error
+    import_module(".base", __package__).try_out(made, facts, what)
 
 
 def _check_module(made: Method, what: str) -> None:
@@ -204,6 +212,25 @@ def _check_module(made: Method, what: str) -> None:
         raise ValueError(f"{what}.module() cannot be made for a tiny model: {str(error) or type(error).__name__}") from error
     if part is not None:
         import_module(".learned", __package__).check_part(part, made, f"{what}.module()")
+
+
+@functools.lru_cache(maxsize=256)
+def check_bound(method: Method, facts: ModelFacts) -> None:
+    """Raise ValueError for a method of one's own that is not registered, or whose functions fail under its parameters.
+
+    Args:
+        method: bound to the facts.
+    """
+    if method.name in METHODS and method_class(method.name) is type(method):
+        return
+    kind, there = type(method), _loaded.get(method.name)
+    if there is None or (there.__module__, there.__qualname__) != (kind.__module__, kind.__qualname__):
+        raise ValueError(
+            f"{kind.__module__}.{kind.__qualname__} is not the method registered as {method.name!r}, so that nothing saved "
+            "with it could be loaded: hf_longattn.register it first"
+        )
+    for own in dict.fromkeys(method.for_layer(n) for n in range(facts.num_layers)):
+        import_module(".base", __package__).try_out(own, facts, f"{method.name} with these parameters")
 
 
 def elsewhere() -> dict[str, EntryPoint]:
@@ -259,7 +286,8 @@ def method_class(name: str) -> type[Method]:
             raise ValueError(f"{entry.value}.name is {found.name!r}, and its package calls it {name!r}")
         return found
     if name not in METHODS:
-        raise ValueError(f"unknown method {name!r}; {meant(name)}known methods: {', '.join(list_methods())}")
+        hint = meant(name) or f"{IF_YOURS}; "
+        raise ValueError(f"unknown method {name!r}; {hint}known methods: {', '.join(list_methods())}")
     file, _, cls = METHODS[name].partition(".")
     _loaded[name] = getattr(import_module(f"..methods.{file}", __package__), cls)
     return _loaded[name]
@@ -310,11 +338,14 @@ def meant(name: str) -> str:
     return did_you_mean(name, list_methods())
 
 
+IF_YOURS = "if it is one of your own, import the module that registers it first (in a command: --import MODULE)"
+
+
 def from_elsewhere(name: str) -> str:
     """Explain the name of no method in a saved file: it was a method where the file was made."""
     return (
-        f"{name!r} is no method here. If it is one of your own, import the module that registers it first (in a command: "
-        f"--import MODULE); {did_you_mean(name, list_methods())}known methods: {', '.join(list_methods())}"
+        f"{name!r} is no method here. {IF_YOURS[0].upper()}{IF_YOURS[1:]}; {did_you_mean(name, list_methods())}known methods: "
+        f"{', '.join(list_methods())}"
     )
 
 

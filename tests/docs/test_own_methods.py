@@ -17,10 +17,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from typer.testing import CliRunner
 
 import hf_longattn
+from hf_longattn import LongAttnConfig
 from hf_longattn.cli import app
+from hf_longattn.core.kernels import triton
 from hf_longattn.slots import registry
-from hf_longattn.slots.base import KeyInterval, LengthTemperature, Positions, Visibility, capped
-from hf_longattn.slots.method import SLOTS
+from hf_longattn.slots.base import KeyInterval, LengthTemperature, LogitMap, OutputNorm, Positions, Visibility, capped
+from hf_longattn.slots.learned import HeadScale
+from hf_longattn.slots.method import SLOTS, Method
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own-methods.md"
 
@@ -204,8 +207,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a fault": ({"formula": lambda self, n, *_: n @ n[:2]}, "fails on tiny tensors: inconsistent tensor size"),
     "NaN": ({"formula": lambda self, n, *_: (8 - n).sqrt()}, r"it gives NaN or infinity \(formula\)"),
     "infinity": ({"formula": lambda self, n, *_: 1 / n.log()}, r"it gives NaN or infinity \(formula\)"),
+    "all rows at once": ({"formula": lambda self, n, *_: n.max().expand_as(n)}, r"other rows \(formula\), so that caches"),
+    "heads that differ": (
+        {"module": lambda self, facts: HeadScale(facts.num_heads)},
+        "a parameter for each head, and head_dependent is False",
+    ),
     "no name": ({"name": None}, "Wrong has no name"),
-    "no slot": ({"slot": "colour"}, "Wrong.slot is 'colour'; the slots are positions,"),
+    "by_head": ({"by_head": ("slope",)}, r"Wrong.by_head is \('slope',\), .*; it has: clamp, stack, train_length"),
+    "no slot": ({"slot": "colour"}, "Wrong.slot is 'colour', and a LengthTemperature fills 'temperature': leave slot out"),
 }
 
 
@@ -216,6 +225,78 @@ def test_a_mistake_in_a_method_is_found_as_it_is_registered(forgotten: None, mis
         hf_longattn.register(wrong(**changes))
     assert "test_own_methods.wrong.<locals>.Wrong" in str(refused.value)
     assert "wrong" not in registry.list_methods()
+
+
+def mapped(bias: Any, base: type = LogitMap, **parameters: Any) -> type:
+    """A logit map of such a bias by distance, with these parameters."""
+
+    def tables(self: Any, heads: int, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        t = torch.arange(length, dtype=torch.float64, device=device)
+        return torch.ones_like(t)[None], bias(self, t).reshape(-1, length)
+
+    hints = dict.fromkeys(parameters, Any)
+    made = {"name": "mapped", "paper": "none", "tables": tables, "__annotations__": hints, "__module__": __name__}
+    return dataclass(frozen=True, kw_only=True)(type("Mapped", (base,), made | parameters))
+
+
+def test_a_mistake_in_a_logit_map_is_found_as_it_is_registered(forgotten: None) -> None:
+    def linear(self: Any, t: torch.Tensor) -> torch.Tensor:
+        return -t
+
+    for wrong_map, message in [
+        (mapped(lambda _, t: (100 - t).sqrt()), r"NaN or infinity \(tables, bias\)"),
+        (mapped(lambda _, t: torch.outer(torch.arange(4.0).double(), t)), "a row for each head, and head_dependent is False"),
+        (mapped(linear, base=Method), "is no method: .* What fits none of them has no slot"),
+        (mapped(linear, paper="none"), "paper would be a parameter: annotate it as ClassVar"),
+        (mapped(linear, sink="first"), "has a parameter sink, which is a word of every config"),
+        (mapped(linear, words=print), "words must be numbers, words or nests of them, got builtin"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            hf_longattn.register(wrong_map)
+
+
+def test_parameters_are_tried_as_a_method_comes_into_a_model(forgotten: None) -> None:
+    kind = hf_longattn.register(mapped(lambda self, t: torch.as_tensor(self.slope).double().reshape(-1, 1) * t, slope=0.5))
+    assert hf_longattn.get_config(hf_longattn.apply(stock("llama"), "mapped", slope=2.0)).name == "mapped"
+    message = r"mapped with these parameters fails on tiny tensors: it gives shape \(16, 4096\)"
+    with pytest.raises(ValueError, match=message):  # it has no by_head
+        hf_longattn.apply(stock("llama"), "mapped", slope=[[1, 2, 3, 4]] * 4)
+    with pytest.raises(ValueError, match=r"gives 16 rows for 4 heads"):
+        hf_longattn.attention(*(torch.ones(1, 4, 3, 8),) * 3, LongAttnConfig(logit_map=kind(slope=[[1, 2, 3, 4]] * 4)))
+
+
+def test_a_method_that_is_not_registered_is_refused(forgotten: None) -> None:
+    config = LongAttnConfig(logit_map=mapped(lambda _, t: -t)())
+    with pytest.raises(ValueError, match=r"Mapped is not the method registered as 'mapped', .*register it first"):
+        hf_longattn.apply(stock("llama"), config)
+
+
+@torch.no_grad()
+def test_infinite_bias_hides_keys_in_every_kernel(forgotten: None) -> None:
+    kind = hf_longattn.register(mapped(lambda _, t: torch.where((t > 60) & (t < 130), -torch.inf, -(0.4 * t).sin())))
+    call = [torch.randn(1, 2, 300, 8, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    exact = hf_longattn.attention(*call, LongAttnConfig(logit_map=kind()), backend="reference")
+    for backend in ("tiled", *["triton"] * (triton.triton is not None)):
+        close(hf_longattn.attention(*call, LongAttnConfig(logit_map=kind()), backend=backend), exact)
+
+
+@torch.no_grad()
+def test_the_reference_gives_a_norm_its_constants(forgotten: None) -> None:
+    @hf_longattn.register
+    @dataclass(frozen=True, kw_only=True)
+    class Scaled(OutputNorm):
+        name: ClassVar[str] = "scaled"
+        paper: ClassVar[str] = "none"
+
+        def constants(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return (like.new_full((), 0.5),)
+
+        def normalise(self, output: torch.Tensor, affine: Any, half: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return output * half
+
+    m = hf_longattn.apply(stock("llama"), "scaled")
+    logits = m(tokens()).logits
+    close(hf_longattn.update(m, backend="reference")(tokens()).logits, logits)
 
 
 def shifted(first: int = 1, far: float = 0.0, window: int = 1024) -> type:

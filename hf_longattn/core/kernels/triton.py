@@ -116,7 +116,7 @@ _TOGETHER = 3 << 19
 def _fitted(table: Tensor, nodes: list[int], solve: Tensor, miss: float) -> tuple[Tensor, Tensor]:
     """Coefficients by row and centre, from `_before` on, and the centre from which on they miss no row by more than that."""
     windows = table.double()[:, _before * _STEP - _REACH :].unfold(1, 2 * _REACH + 1, _STEP)
-    rounding = 4 * torch.finfo(table.dtype).eps * table.abs().amax(1)[:, None]  # the table's own
+    rounding = 4 * torch.finfo(table.dtype).eps * torch.maximum(windows.amax(2), -windows.amin(2))  # the table's own
     coefficients = torch.stack([windows[..., n] for n in nodes], -1) @ solve
     x = torch.arange(-_REACH, _REACH + 1, device=table.device, dtype=torch.float64)
     fit = coefficients[..., -1:] * x + coefficients[..., -2, None]
