@@ -199,7 +199,7 @@ def model_card(
         loader=by_peft or loader,
         implementation=PREFIX + config.name,
         modules=modules_of(config.methods),
-        papers=dict.fromkeys(linked(m.paper) for m in config.methods),
+        papers=dict.fromkeys(linked(m.paper) for m in config.methods if m.paper),
     )
 
 

@@ -260,6 +260,29 @@ class Positions(KeyIntervals):
     @abstractmethod
     def distance(self, i: Tensor, j: Tensor) -> Tensor: ...
 
+    def reach(self, train_length: int) -> int | None:
+        """The longest text in which no distance is shown as train_length or more; None where there is no such limit.
+
+        By default what `distance` says of the first key; None of a method with a `spectrum` of its own.
+        """
+        if type(self).spectrum is not KeyIntervals.spectrum:
+            return None
+        nests = (x for name in (*self.by_head, *self.by_layer) if isinstance(x := getattr(self, name), tuple))
+        layers = [self.for_layer(n) for n in range(max(map(len, nests), default=1))]
+
+        def knows(length: int) -> bool:
+            i, j = (torch.tensor([n], device="cpu") for n in (length - 1, 0))
+            return all(bool((layer.distance(i, j) < train_length).all()) for layer in layers)
+
+        with torch.device("cpu"):
+            known, unknown = train_length, 1 << 40
+            if knows(unknown):
+                return None
+            while unknown - known > 1:
+                middle = (known + unknown) // 2
+                known, unknown = (middle, unknown) if knows(middle) else (known, middle)
+        return known
+
 
 class Visibility(KeyIntervals):
     """A method that hides some of the earlier keys from a query."""

@@ -78,7 +78,7 @@ class Method:
     slot: ClassVar[str]
     name: ClassVar[str]
     summary: ClassVar[str] = ""
-    paper: ClassVar[str]
+    paper: ClassVar[str] = ""
     #: Parameters that are one number, or one for each layer and head.
     by_head: ClassVar[tuple[str, ...]] = ()
     #: Parameters that are one number, or one for each layer, each a number or one for each key head.

@@ -44,7 +44,6 @@ from hf_longattn.evaluation.rows import SEARCHED, RowFile
 from hf_longattn.evaluation.settings import Setting
 from hf_longattn.slots import registry
 from hf_longattn.slots.base import LengthTemperature
-from hf_longattn.slots.method import Method
 
 T5 = T5Config(vocab_size=97, d_model=16, num_layers=1, num_heads=2, d_kv=8, d_ff=16)
 
@@ -376,7 +375,7 @@ def test_a_name_that_means_something_else_is_no_methods(name: str) -> None:
     with pytest.raises(ValueError, match="an attention that transformers has already"):
         hf_longattn.register(type("Mine", (hf_longattn.methods.LogN,), {"name": "attention_of_others"}))
     with pytest.raises(ValueError, match="has no name: give the class one"):
-        hf_longattn.register(type("Mine", (Method,), {}))
+        hf_longattn.register(type("Mine", (LengthTemperature,), {}))
 
 
 # the interface ------------------------------------------------------------------------------------------------------------

@@ -265,6 +265,14 @@ def test_parameters_are_tried_as_a_method_comes_into_a_model(forgotten: None) ->
         hf_longattn.attention(*(torch.ones(1, 4, 3, 8),) * 3, LongAttnConfig(logit_map=kind(slope=[[1, 2, 3, 4]] * 4)))
 
 
+def test_a_remap_reaches_as_far_as_its_distances_do(mine: Any) -> None:
+    with pytest.raises(ValueError, match=r"reaches 960 tokens, not 1024: beyond that .* Lower window"):
+        hf_longattn.extend(stock("llama"), to=1024, method="half_speed", window=64)
+    hf_longattn.extend(stock("llama"), to=960, method="half_speed", window=64)
+    assert shifted()().reach(2048) is None
+    assert shifted()().reach(1024) == 1024
+
+
 def test_a_method_that_is_not_registered_is_refused(forgotten: None) -> None:
     config = LongAttnConfig(logit_map=mapped(lambda _, t: -t)())
     with pytest.raises(ValueError, match=r"Mapped is not the method registered as 'mapped', .*register it first"):

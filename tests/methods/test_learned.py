@@ -356,6 +356,10 @@ def bent(own_registry: None) -> type[Any]:
         def formula(self, n: Tensor, head_dim: int, train_length: int) -> Tensor:
             return torch.log1p(n)
 
+        @property
+        def head_dependent(self) -> bool:
+            return True
+
         def module(self, facts: ModelFacts) -> nn.Module:
             return Curve(facts.num_heads)
 
