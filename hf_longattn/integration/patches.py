@@ -33,7 +33,7 @@ from .parameters import initialise
 from .patch import Patch
 from .resume import train
 from .saved_method import differs_by_layer
-from .shared import own_configs
+from .shared import note_built, own_configs
 from .token_axes import carry_token_axes
 
 #: What a composite config calls its language model's, and callers therefore also that of a model of text alone.
@@ -227,8 +227,11 @@ def _refuse_parameters(config: PreTrainedConfig | None, kwargs: dict[str, Any]) 
 
 def _from_config(original: Callable[..., Any], cls: type, config: PreTrainedConfig, **kwargs: Any) -> Any:
     _refuse_parameters(config, kwargs)
+    config = _with_section(config, kwargs)
+    if ours_in(kwargs.get("attn_implementation")):  # which is written into it: other models may have it too
+        config = copy.deepcopy(config)
     with _no_unknown_name(cls):
-        return original(cls, _with_section(config, kwargs), **kwargs)
+        return original(cls, config, **kwargs)
 
 
 @contextmanager
@@ -276,8 +279,10 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
     for c in view.configs:
         if is_longattn_name(get_implementation(c)):
             remember(view, c)
-    if own_configs(view):
+    another_s = any(isinstance(raw_section(c), LongAttnConfig) for c in view.configs)  # which runs a method
+    if another_s and own_configs(view):
         view = View(self)
+    note_built(self)
     prepare(view)  # first: learned parts must exist before weights are initialised or loaded
     original(self)
     warn_of_lost_softcap(view.layers)

@@ -9,14 +9,15 @@ from weakref import WeakSet
 
 from torch import nn
 
-from ..config import LongAttnConfig
-from .config_records import raw_section, record_in
+from .config_records import record_in
 from .internals import modules_of
 from .layers import View
 from .state import AttentionState, LayerMethod, state_of
 
-#: Models that run a method, to find those that were built on one config object.
+#: Models that run a method.
 _MODELS: WeakSet[nn.Module] = WeakSet()
+#: All models that were built, parts of others apart, to find those on one config object.
+_BUILT: WeakSet[nn.Module] = WeakSet()
 _MODELS_LOCK = threading.Lock()
 
 
@@ -24,6 +25,12 @@ def track_model(model: nn.Module) -> None:
     """Note that a model runs a method."""
     with _MODELS_LOCK:
         _MODELS.add(model)
+
+
+def note_built(model: nn.Module) -> None:
+    """Note that a model was built: what is put into another one on its config is not to go into its own."""
+    with _MODELS_LOCK:
+        _BUILT.add(model)
 
 
 def untrack_model(model: nn.Module) -> None:
@@ -81,10 +88,8 @@ def own_configs(view: View) -> bool:
     `LlamaForCausalLM(config)` keeps the config that it is given, so two models may be built on one.
     """
     modules, mine = set(view.modules), view.configs
-    if not any(isinstance(raw_section(c), LongAttnConfig) for c in mine):  # no model runs a method under one of them
-        return False
     with _MODELS_LOCK:
-        others = [inside for other in _MODELS if modules.isdisjoint(inside := modules_of(other))]
+        others = [inside for other in _BUILT | _MODELS if modules.isdisjoint(inside := modules_of(other))]
     shared = {id(vars(m).get("config")) for inside in others for m in inside}
     if shared.isdisjoint(map(id, mine)):
         return False

@@ -344,6 +344,23 @@ def test_copies_and_pickles_of_a_model_change_apart() -> None:
     assert not m.model._forward_hooks.keys() & hf_longattn.remove(m).model._forward_hooks.keys()
 
 
+@pytest.mark.parametrize("change", ["apply", "set_attn_implementation", "from_config"])
+def test_a_plain_model_on_the_config_of_one_that_gets_a_method_stays_plain(change: str, tmp_path: Path) -> None:
+    ids, config = tokens(1), stock("llama").config
+    plain = LlamaForCausalLM(config).eval()
+    want = logits(plain, ids)
+    if change == "from_config":
+        AutoModelForCausalLM.from_config(config, attn_implementation="alibi")
+    elif change == "apply":
+        hf_longattn.apply(LlamaForCausalLM(config), "alibi")
+    else:
+        LlamaForCausalLM(config).set_attn_implementation("alibi")
+    plain.save_pretrained(tmp_path)  # saving puts in what the config says
+    close(logits(plain, ids), want, 0)
+    assert plain.config is config
+    assert "longattn" not in (tmp_path / "config.json").read_text()
+
+
 @pytest.mark.parametrize("change", ["remove", "update", "set_attn_implementation"])
 def test_models_built_on_one_config_change_apart(change: str) -> None:
     ids, one = tokens(1), fresh("llama", CASES["rerope"])
