@@ -96,16 +96,31 @@ def changing(model: nn.Module, beside_passes: bool = False, waits: bool = False)
 
 @contextmanager
 def transaction(model: nn.Module, waits: bool = False) -> Iterator[View]:
-    """Change a model's attention; after an exception it is as before. RuntimeError: the method is disabled."""
+    """Change a model's attention; after an exception it is as before.
+
+    Raises:
+        RuntimeError: the method is disabled, or looked at, which would end by giving back half of what was before the change.
+    """
     with changing(model, waits=waits) as view:
         if view.state is not None and view.state.disabled is not None:
             raise RuntimeError("the model's method is disabled (disable_adapter): change it after enabling it again")
+        if not waits:
+            refuse_observed(view)
         put_back = snapshot(view)
         try:
             yield view
         except BaseException:
             put_back()
             raise
+
+
+def refuse_observed(view: View) -> None:
+    """Raise RuntimeError while a `capture` (`observer.observe`) of the model is open."""
+    if view.state is not None and view.state.observed:
+        raise RuntimeError(
+            f"a capture of this {view.name} is open (hf_longattn.capture), which measures one attention and gives it back at "
+            "its end: leave its `with` first, then change the method, and open another"
+        )
 
 
 def note_batching(model: nn.Module, manager: Any) -> None:

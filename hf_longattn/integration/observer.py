@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..config import CUSTOM, NO_METHOD
 from ..core.call import Call
-from .changes import CALLS, changing, remember, snapshot
+from .changes import CALLS, changing, refuse_observed, remember, snapshot
 from .config_records import raw_section
 from .internals import get_implementation, set_implementation
 from .layer_methods import settle
@@ -30,26 +30,32 @@ def observe(model: nn.Module, observer: Observer, layers: Iterable[int] | None =
 
     Sliding-window layers are left out, unless the method in the model changes them (`layers="all"`). A model without a
     method computes what it always does: bit for bit where it runs sdpa without padding, and with the rounding of another
-    kernel elsewhere. Afterwards the model is as it was.
+    kernel elsewhere. Afterwards the model is as it was; meanwhile its method is not changed.
 
     Args:
         layers: only these; default all.
 
     Raises:
         ValueError: `layers` names one that is not there or is left alone, or there is none.
+        RuntimeError: somebody looks on already.
     """
     with changing(model) as view:
+        refuse_observed(view)
         put_back = snapshot(view)
         try:
             observed = _observe(view, observer, None if layers is None else set(layers))
         except BaseException:
             put_back(CALLS)
             raise
+        state, put_in = view.state, [(x.module, method_of(x.module)) for x in view.of_target]
+        state.observed = True
     try:
         yield observed
     finally:
         with changing(model, beside_passes=True):
-            put_back(CALLS)
+            state.observed = False
+            if all(method_of(module) is method for module, method in put_in):  # `using` has given back no other
+                put_back(CALLS)
 
 
 def _observe(view: View, observer: Observer, named: set[int] | None) -> list[Layer]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -78,6 +78,7 @@ class AttentionState:
     alone: bool = False  # see `orphaned`
     guards: tuple[RemovableHandle, ...] = ()  # hooks that refuse calls: see `guards`
     disabled: Disabled | None = None  # what `enable` puts back
+    observed: bool = False  # whether somebody looks on (see `observer`); copies are looked at by nobody
     checked: Any = None  # modules, and the forward functions that they had when `verify.check_reached` saw nothing wrong
     claims: Claims = field(default_factory=Claims)
     method_ids: dict[Hashable, object] = field(default_factory=dict)  # those of all layers: see `LayerMethod.method_id`
@@ -115,7 +116,7 @@ class AttentionState:
         return self.alone or any(handle.hooks_dict_ref() is None for handle in self.passes)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = vars(self) | {"arrangement": None, "group": None, "rotated_keys": None, "checked": None}
+        own = vars(self) | {"arrangement": None, "group": None, "rotated_keys": None, "checked": None, "observed": False}
         return own | ({"alone": True, "passes": (), "guards": ()} if self.orphaned else {})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -137,6 +138,9 @@ class LayerMethod:
     rotary: RotarySource | None = None  # how the layer rotates, where its config remaps that
     observer: Callable[[Call, Tensor], None] | None = None  # sees every call of this layer and its output: see `observer`
     index: int = -1  # the number of the layer that it was made for; -1: one that no method goes into
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"observer": None}
 
     @functools.cached_property
     def identity_below(self) -> float:

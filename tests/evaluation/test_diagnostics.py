@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import re
@@ -399,6 +400,38 @@ def test_capture_leaves_no_trace(family: str, fails: bool, case: str) -> None:
         assert torch.equal(during, before[0])
     else:  # eager with a softcap, and sliding layers that get a mask: another kernel
         torch.testing.assert_close(during, before[0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["unmodified", "scale_invariant"])
+def test_a_model_is_not_changed_while_it_is_looked_at(case: str) -> None:
+    """The end of a capture would give back the attention from before the change, and not its length or learned parts."""
+    under, ids = stock("llama") if case == "unmodified" else fresh("llama", CASES[case]), tokens(length=33)
+    before = state(under, ids)
+    with hf_longattn.capture(under):
+        for change in (
+            lambda: hf_longattn.extend(under, to=1024),
+            lambda: hf_longattn.apply(under, "logn", learned=True),
+            lambda: hf_longattn.using(under, "alibi").__enter__(),
+            lambda: hf_longattn.capture(under).__enter__(),
+            lambda: under.set_attn_implementation("eager"),
+        ):
+            with pytest.raises(RuntimeError, match="a capture of this LlamaForCausalLM is open"):
+                change()
+        twin = copy.deepcopy(under)
+    after = state(under, ids)
+    assert torch.equal(after[0], before[0])
+    assert after[1:] == before[1:]
+    assert hf_longattn.get_config(hf_longattn.apply(twin, "alibi")).name == "alibi"  # nobody looks at a copy
+
+
+def test_a_capture_that_outlives_the_method_it_measured_gives_none_back() -> None:
+    under, ids = stock("llama"), tokens(length=33)
+    before = state(under, ids)
+    with contextlib.ExitStack() as looking, hf_longattn.using(under, CASES["alibi"]):
+        looking.enter_context(hf_longattn.capture(under))
+    after = state(under, ids)
+    assert torch.equal(after[0], before[0])
+    assert after[1:] == before[1:]
 
 
 @pytest.mark.parametrize("make", [lambda: stock("llama"), multimodal])

@@ -46,7 +46,8 @@ def capture(
         seen.result()["entropy"]        # (layer, head, length)
 
     Works with a method in the model, which is then measured as it acts, and without one. The model computes what it always
-    does (without a method: see below), and is as it was afterwards, whatever happens inside.
+    does (without a method: see below), and is as it was afterwards, whatever happens inside. Meanwhile its method cannot be
+    changed.
 
     Args:
         layers: numbers of the layers, default all whose attention is not limited to a sliding window. Sliding-window layers
@@ -61,6 +62,7 @@ def capture(
 
     Raises:
         ValueError: `what` or `layers` names something that is not there, or there is no layer to look at.
+        RuntimeError: a capture of the model is open.
 
     A model without a method gives bit for bit the same logits where it runs sdpa without padding; elsewhere (eager, padding)
     another exact kernel runs while the capture is open, and logits agree to rounding. Memory beyond the model's own: a few
