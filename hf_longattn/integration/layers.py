@@ -177,7 +177,7 @@ class View:
 
     @property
     def running(self) -> LongAttnConfig | None:
-        """The config that it runs, if it runs one."""
+        """The config that it runs, if it runs one. ValueError: its section describes no method."""
         if self.target is None:
             return None
         own = distinct([x.module.config for x in self.candidates])
@@ -185,7 +185,17 @@ class View:
         held = raw_section(says)
         if not held or not is_longattn_name(get_implementation(says)):
             return None
-        return held if isinstance(held, LongAttnConfig) else parsed_config(says)
+        if isinstance(held, LongAttnConfig):
+            return held
+        try:
+            return parsed_config(says)
+        except ValueError as error:
+            if self.state is None:  # of a checkpoint
+                raise
+            raise ValueError(
+                f"config.longattn was changed after the method was put into the model, and describes none: {error}. Set it to "
+                "None, then hf_longattn.apply or remove"
+            ) from error
 
     @property
     def adapters(self) -> list[Any]:

@@ -855,6 +855,21 @@ def test_a_strength_belongs_to_one_model() -> None:
     assert torch.equal(logits(m), logits(fresh("llama", config.replace(strength=0.4))))
 
 
+def test_a_section_that_describes_no_method_says_how_to_get_rid_of_it() -> None:
+    m, alibi = fresh("llama", CASES[DEFAULT]), LongAttnConfig.preset("alibi")
+    for way_out, want in (
+        (hf_longattn.remove, stock("llama")),
+        (lambda m: hf_longattn.apply(m, alibi), fresh("llama", alibi)),
+    ):
+        m.config.longattn = {"window": 3}
+        with pytest.raises(ValueError, match=r"has no parameter 'window'.*\. Set it to None, then"):
+            way_out(m)
+        m.config.longattn = None
+        way_out(m)
+        assert torch.equal(logits(m), logits(want))
+        hf_longattn.apply(m, CASES[DEFAULT])
+
+
 def test_inner_and_outer_model_have_one_state() -> None:
     m = fresh("llama", CASES[DEFAULT].replace(strength=0.2))
     hf_longattn.update(m.model, strength=0.7)
