@@ -455,9 +455,10 @@ class LogitMap(Method, ABC):
         """`tables`; ValueError where they have other rows than one, or one for each head."""
         gain, bias = self.tables(heads, length, device, *strength)
         if wrong := [len(x) for x in (gain, bias) if len(x) not in (1, heads)]:
+            what = f"{' or '.join(self.by_head)} holds" if self.by_head else "tables() gives"
             raise ValueError(
-                f"{self.name}: tables() gives {wrong[0]} rows for {heads} heads; of parameters per layer and head, which "
-                "by_head names, config.for_layer(i) takes one layer's"
+                f"{self.name}: {what} {wrong[0]} numbers for {heads} heads; of parameters per layer and head, which by_head "
+                "names, config.for_layer(i) takes one layer's"
             )
         return gain, bias
 

@@ -261,7 +261,7 @@ def test_parameters_are_tried_as_a_method_comes_into_a_model(forgotten: None) ->
     message = r"mapped with these parameters fails on tiny tensors: it gives shape \(16, 4096\)"
     with pytest.raises(ValueError, match=message):  # it has no by_head
         hf_longattn.apply(stock("llama"), "mapped", slope=[[1, 2, 3, 4]] * 4)
-    with pytest.raises(ValueError, match=r"gives 16 rows for 4 heads"):
+    with pytest.raises(ValueError, match=r"gives 16 numbers for 4 heads"):
         hf_longattn.attention(*(torch.ones(1, 4, 3, 8),) * 3, LongAttnConfig(logit_map=kind(slope=[[1, 2, 3, 4]] * 4)))
 
 
