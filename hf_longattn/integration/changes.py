@@ -99,12 +99,12 @@ def transaction(model: nn.Module, waits: bool = False) -> Iterator[View]:
     """Change a model's attention; after an exception it is as before.
 
     Raises:
-        RuntimeError: the method is disabled, or looked at, which would end by giving back half of what was before the change.
+        RuntimeError: the method is disabled, or a capture of the model is open.
     """
     with changing(model, waits=waits) as view:
         if view.state is not None and view.state.disabled is not None:
             raise RuntimeError("the model's method is disabled (disable_adapter): change it after enabling it again")
-        if not waits:
+        if not waits:  # what gives back what ran before cannot be refused
             refuse_observed(view)
         put_back = snapshot(view)
         try:

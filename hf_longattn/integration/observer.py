@@ -37,7 +37,7 @@ def observe(model: nn.Module, observer: Observer, layers: Iterable[int] | None =
 
     Raises:
         ValueError: `layers` names one that is not there or is left alone, or there is none.
-        RuntimeError: somebody looks on already.
+        RuntimeError: a capture of the model is open.
     """
     with changing(model) as view:
         refuse_observed(view)

@@ -279,8 +279,8 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
     for c in view.configs:
         if is_longattn_name(get_implementation(c)):
             remember(view, c)
-    another_s = any(isinstance(raw_section(c), LongAttnConfig) for c in view.configs)  # which runs a method
-    if another_s and own_configs(view):
+    taken = any(isinstance(raw_section(c), LongAttnConfig) for c in view.configs)  # by a model that runs a method
+    if taken and own_configs(view):
         view = View(self)
     note_built(self)
     prepare(view)  # first: learned parts must exist before weights are initialised or loaded

@@ -78,7 +78,7 @@ class AttentionState:
     alone: bool = False  # see `orphaned`
     guards: tuple[RemovableHandle, ...] = ()  # hooks that refuse calls: see `guards`
     disabled: Disabled | None = None  # what `enable` puts back
-    observed: bool = False  # whether somebody looks on (see `observer`); copies are looked at by nobody
+    observed: bool = False  # whether a capture is open (see `observer`); not of copies
     checked: Any = None  # modules, and the forward functions that they had when `verify.check_reached` saw nothing wrong
     claims: Claims = field(default_factory=Claims)
     method_ids: dict[Hashable, object] = field(default_factory=dict)  # those of all layers: see `LayerMethod.method_id`
@@ -140,6 +140,7 @@ class LayerMethod:
     index: int = -1  # the number of the layer that it was made for; -1: one that no method goes into
 
     def __getstate__(self) -> dict[str, Any]:
+        """Leave out the observer: no capture looks at a copy."""
         return {f.name: getattr(self, f.name) for f in fields(self)} | {"observer": None}
 
     @functools.cached_property

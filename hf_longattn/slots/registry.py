@@ -286,8 +286,8 @@ def method_class(name: str) -> type[Method]:
             raise ValueError(f"{entry.value}.name is {found.name!r}, and its package calls it {name!r}")
         return found
     if name not in METHODS:
-        hint = meant(name) or f"{IF_YOURS}; "
-        raise ValueError(f"unknown method {name!r}; {hint}known methods: {', '.join(list_methods())}")
+        hint = f"; {said}" if (said := meant(name)) else f". {IF_YOURS}; "
+        raise ValueError(f"unknown method {name!r}{hint}known methods: {', '.join(list_methods())}")
     file, _, cls = METHODS[name].partition(".")
     _loaded[name] = getattr(import_module(f"..methods.{file}", __package__), cls)
     return _loaded[name]
@@ -338,15 +338,14 @@ def meant(name: str) -> str:
     return did_you_mean(name, list_methods())
 
 
-IF_YOURS = "if it is one of your own, import the module that registers it first (in a command: --import MODULE)"
+#: The way out for a name that is no method here.
+IF_YOURS = "If it is one of your own, import the module that registers it first (in a command: --import MODULE)"
 
 
 def from_elsewhere(name: str) -> str:
     """Explain the name of no method in a saved file: it was a method where the file was made."""
-    return (
-        f"{name!r} is no method here. {IF_YOURS[0].upper()}{IF_YOURS[1:]}; {did_you_mean(name, list_methods())}known methods: "
-        f"{', '.join(list_methods())}"
-    )
+    known = ", ".join(list_methods())
+    return f"{name!r} is no method here. {IF_YOURS}; {did_you_mean(name, list_methods())}known methods: {known}"
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +113,30 @@ ANSWERS = Program(
 # tables ---------------------------------------------------------------------------------------------------------------
 
 
+def read_by_all(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
+    """By setting and text, of texts that every setting has read."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault(row["label"], {})[row["text"]] = row
+    common = set.intersection(*map(set, found.values())) if found else set()
+    return {name: {t: by_text[t] for t in sorted(common)} for name, by_text in found.items()}
+
+
+def every(by_text: dict[str, Row], column: str) -> list[float]:
+    return [x for row in by_text.values() for x in row[column]]
+
+
+def count(by_text: dict[str, Row]) -> str:
+    """The right answers, as "12 of 60"."""
+    found = every(by_text, "found")
+    return f"{int(sum(found))} of {len(found)}"
+
+
+def by_half(by_text: dict[str, Row]) -> list[str]:
+    """The right answers of the first half of the texts, and of the second."""
+    return [str(sum(row["found"][n] for row in by_text.values() for n in half)) for half in HALVES]
+
+
 def contents() -> Contents:
     """What stands below these marks.
 
@@ -122,17 +147,8 @@ def contents() -> Contents:
     """
     rows = runner.rows_of(ANSWERS.result.name)
 
-    def of(model: str, length: str | int, label: str = "") -> dict[str, dict[str, Row]]:
-        """By setting and text, of texts that every setting has read."""
-        found: dict[str, dict[str, Row]] = {}
-        for row in rows:
-            if (row["model"], row["length"]) == (model, int(length)):
-                found.setdefault(row["label"], {})[row["text"]] = row
-        common = set.intersection(*(set(by_text) for by_text in found.values())) if found else set()
-        return {name: {t: by_text[t] for t in sorted(common)} for name, by_text in found.items()}
-
-    def every(by_text: dict[str, Row], column: str) -> list[float]:
-        return [x for row in by_text.values() for x in row[column]]
+    def of(model: str, length: str | int) -> dict[str, dict[str, Row]]:
+        return read_by_all(row for row in rows if (row["model"], row["length"]) == (model, int(length)))
 
     def table(model: str) -> str:
         lengths = sorted({r["length"] for r in rows if r["model"] == model})
@@ -141,10 +157,9 @@ def contents() -> Contents:
             for name, by_text in of(model, length).items():
                 if found := every(by_text, "found"):
                     low, high = wilson(sum(found), len(found))
-                    halves = [sum(r["found"][n] for r in by_text.values() for n in part) for part in HALVES]
-                    share = f"{int(sum(found))} of {len(found)} ({low:.2f}–{high:.2f})"
+                    share = f"{count(by_text)} ({low:.2f}–{high:.2f})"
                     loss = every(by_text, "loss")
-                    body.append([f"{length:,}", f"`{name}`", share, *map(str, halves), f"{sum(loss) / len(loss):.2f}"])
+                    body.append([f"{length:,}", f"`{name}`", share, *by_half(by_text), f"{sum(loss) / len(loss):.2f}"])
         head = ["tokens", "", "right", "of the first half", "of the second", "loss"]
         return runner.markdown(head, body) if body else "*Not run yet.*"
 
@@ -163,8 +178,7 @@ def contents() -> Contents:
 
     def right(what: str) -> str:
         (model, length), (label,) = parts(what)
-        found = every(of(model, length)[label], "found")
-        return f"{int(sum(found))} of {len(found)}"
+        return count(of(model, length)[label])
 
     return {"answers": table, "answers less": less, "answers right": right}
 

@@ -9,14 +9,14 @@ from hf_longattn.evaluation.rows import Row, RowFile
 from hf_longattn.evaluation.statistics import mean_interval
 from lab.markdown import Contents
 from lab.pretrained import paired
-from lab.pretrained.answers import HALVES
-from lab.pretrained.runner import RESULTS, parts
+from lab.pretrained.answers import by_half, count, read_by_all
+from lab.pretrained.runner import RESULTS, parts, rows_of
 
 RESULT = RESULTS / "headline-many.json"
 #: One of these texts, read on a CPU in float32.
 ELSEWHERE = RESULTS / "headline-many-cpu.json"
 #: Facts hidden in the same texts, which answers.py asks for.
-ANSWERS = RESULTS / "answers-many.json"
+ANSWERS = "answers-many.json"
 #: Columns of the table: what `paired.losses` calls it, and its head.
 COLUMNS = {"all": "all copies", "near": "near", "far": "far", "within": "text within", "beyond": "text beyond"}
 
@@ -66,33 +66,23 @@ def contents() -> Contents:
         return f"{-value:.3f} ± {half:.3f}"
 
     def asked(length: str) -> dict[str, dict[str, Row]]:
-        """By setting and text, of texts that every setting has read."""
-        found: dict[str, dict[str, Row]] = {}
-        for row in RowFile(ANSWERS):
-            if row["length"] == int(length):
-                found.setdefault(row["name"], {})[row["text"]] = row
-        common = set.intersection(*map(set, found.values()))
-        return {name: {text: by_text[text] for text in sorted(common)} for name, by_text in found.items()}
+        return read_by_all(row for row in rows_of(ANSWERS) if row["length"] == int(length))
 
     def answers(what: str) -> str:
         (length,), (other, *only) = parts(what)
         here, body = asked(length), []
         for name in only or here:
-            rows, others = here[name].values(), here[other].values()
-            halves = [sum(row["found"][n] for row in rows for n in half) for half in HALVES]
-            both = list(zip(rows, others, strict=True))
-            share = [fmean(a["found"]) - fmean(b["found"]) for a, b in both]
-            loss = [fmean(a["loss"]) - fmean(b["loss"]) for a, b in both]
+            both = list(zip(here[name].values(), here[other].values(), strict=True))
+            share, loss = ([fmean(a[column]) - fmean(b[column]) for a, b in both] for column in ("found", "loss"))
             counts = f"({sum(d > 0 for d in share)} more, {sum(d < 0 for d in share)} fewer of {len(share)})"
             less = ["", ""] if name == other else [f"{paired.interval(share)} {counts}", shown(loss)]
-            body.append([f"`{name}`", right(f"{length} | {name}"), *map(str, halves), *less])
+            body.append([f"`{name}`", count(here[name]), *by_half(here[name]), *less])
         head = ["", "right", "of the first half", "of the second", f"share less {other}'s", f"loss less {other}'s"]
         return markdown(head, body)
 
     def right(what: str) -> str:
         (length,), (label,) = parts(what)
-        found = [x for row in asked(length)[label].values() for x in row["found"]]
-        return f"{sum(found)} of {len(found)}"
+        return count(asked(length)[label])
 
     def elsewhere(_: str) -> str:
         here = {(row["text"], row["name"]): row for row in read("all")}
