@@ -141,6 +141,23 @@ class AttentionLayout:
         # lengths do not bound the distances across a gap; explicit positions do
         return rows.at(rows.query_positions(), rows.key_positions(kv_len))
 
+    @classmethod
+    def of_row(cls, row: RowBounds) -> AttentionLayout:
+        """One row, given by numbers, that all texts share; on the host."""
+        rows = cls(torch.tensor([[list(row)]], device="cpu"))
+        rows._known["row"] = row
+        return rows
+
+    @property
+    def row(self) -> RowBounds | None:
+        """The bounds of the only row, as numbers; None: there are several, of several texts perhaps, or more than bounds tells
+        of them. Reads the device, once.
+        """
+        if self.index.shape[:2] != (1, 1) or self.allowed is not None or self.key_ids is not None or self.key_axes is not None:
+            return None
+        found: RowBounds = self.once("row", lambda: RowBounds(*self.index[0, 0].tolist()))
+        return found
+
     def at(self, query_ids: Tensor, key_ids: Tensor) -> AttentionLayout:
         """Give the rows explicit positions, int64 (batch or 1, q_len) and (batch or 1, kv_len)."""
         batch = max(self.index.shape[0], query_ids.shape[0], key_ids.shape[0])
@@ -188,6 +205,8 @@ class AttentionLayout:
         """A number of tokens that the longest text has: more than each position, and than each row sees; reads the device."""
         if self.query_ids is not None and self.key_ids is not None:
             return 1 + int(torch.maximum(self.query_ids.amax(), self.key_ids.amax()))
+        if (row := self.row) is not None:
+            return 1 + max(row.query, row.high) - row.start  # type: ignore[no-any-return]
         query, _, start, _, high = self.bounds
         return 1 + int((torch.maximum(query, high) - start).amax())
 

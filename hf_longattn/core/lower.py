@@ -38,7 +38,7 @@ def lower(call: Call) -> AttentionPlan:
         temper = temperature.prepared(query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32)))
         polynomial = temperature.polynomial
     elif isinstance(temperature, LengthTemperature):
-        visible = functools.reduce(torch.add, (segment.rows.count(call.kv_len) for segment in made))
+        visible = functools.reduce(torch.add, (segment.counts(call.kv_len) for segment in made))
         by_length = temperature.factor(widened(visible), query.shape[3])
         if by_length.numel() > 1 or "temperature" in learned:
             by_length = sent(by_length, query.device)
@@ -55,7 +55,7 @@ def lower(call: Call) -> AttentionPlan:
         temper=temper,
         polynomial=polynomial,
         sinks=functools.partial(joint_sinks, config, call.table_cache),
-        finish=functools.partial(finish, config, call.table_cache),
+        finish=None if config.output_norm is None else functools.partial(finish, config, call.table_cache),
         learned=learned,
         model_sinks=call.sink_logits is not None,
         names={method.slot: method.name for method in config.methods},

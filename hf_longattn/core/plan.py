@@ -133,6 +133,11 @@ class Segment(NamedTuple):
         copy = dataclasses.replace(self.all_rows)  # all_rows keep the narrowed rows, which must not keep all_rows
         return copy.narrowed(self.first, self.last)
 
+    def counts(self, kv_len: int) -> Tensor:
+        """The number of keys in it that each row sees, int64 (batch or 1, heads or 1, q_len)."""
+        rows = self.all_rows if self.first is None and self.last is None else self.rows
+        return rows.count(kv_len)
+
     def visible_columns(self, kv_len: int) -> tuple[slice | None, Tensor | None]:
         """Find the keys that some row sees.
 
@@ -140,10 +145,8 @@ class Segment(NamedTuple):
             their columns, from the first to the last; None: no row sees any.
             which of these each row sees, bool (batch or 1, heads or 1, q_len, columns); None: every row sees all of them.
         """
-        rows = self.all_rows
-        if rows.allowed is None and rows.key_ids is None and rows.key_axes is None and rows.index.shape[:2] == (1, 1):
-            # one row, as in decoding, read once
-            _, key_start, start, low, high = rows.index[0, 0].tolist()
+        if (row := self.all_rows.row) is not None:  # as in decoding
+            _, key_start, start, low, high = row
             low = low if self.first is None else max(low, start + int(self.first))
             high = high if self.last is None else min(high, start + int(self.last))
             low, high = max(low - key_start, 0), min(high - key_start, kv_len - 1)
@@ -175,7 +178,7 @@ class AttentionPlan:
             coefficients, the highest power first; empty: it is none.
         sinks: from a query, the learned parts and the model's sink logits to the logarithm of what joins the denominators,
             (heads,), or None.
-        finish: from the weighted sum of values and the learned parts to the output.
+        finish: from the weighted sum of values and the learned parts to the output; None: it is that.
         learned: the slots whose methods have learned parts.
         model_sinks: whether the model has sink logits of its own.
         names: of methods by slot, for messages.
@@ -193,7 +196,7 @@ class AttentionPlan:
     rows: AttentionLayout
     segments: list[Segment]
     logits: LogitSpec
-    finish: Callable[[Tensor, Learned], Tensor]
+    finish: Callable[[Tensor, Learned], Tensor] | None
     sinks: Callable[[Tensor, Learned, Tensor | None], Tensor | None]
     tables: TableCache
     fold: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, float]] | None = None
@@ -265,6 +268,8 @@ class ReadyPlan:
 
     def __init__(self, plan: AttentionPlan, kernel: str, compute: Computation) -> None:
         self.kernel, self._compute, self._finish = kernel, compute, plan.finish
+        #: whether it asks for keys that were turned before
+        self.keeps = getattr(compute, "kept_under", None) is not None
         self._factor_of, self._wide = functools.partial(row_factor, plan.by_length, plan.query.device, plan.wide), plan.wide
         self._learns_factor = "temperature" in plan.learned
         self._factor = None if self._learns_factor else self._factor_of(None)
@@ -292,7 +297,8 @@ class ReadyPlan:
         factor = self._factor_of(learned) if self._learns_factor else self._factor
         sinks = None if self._sinks is None else self._sinks_of(query, learned, sink_logits)
         out = self._compute(query, key, value, factor, sinks, keep)
-        return self._finish(out, learned).to(query.dtype)
+        out = out if self._finish is None else self._finish(out, learned)
+        return out if out.dtype == query.dtype else out.to(query.dtype)
 
     def _sinks_of(self, query: Tensor, learned: Learned, sink_logits: Tensor | None) -> Tensor | None:
         if self._known_sinks is not None:

@@ -10,7 +10,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .config_records import before
+from .config_records import Before
 
 
 class BaseAttention:
@@ -49,18 +49,16 @@ def attention_function(name: str, module: Any) -> Any:
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
 
 
-def own_implementation(config: Any) -> str:
-    """Return the attention that the model would run without a method."""
-    known = before(config)
+def own_implementation(known: Before | None) -> str:
+    """Return the attention that a model would run without a method, of what its config ran before one."""
     if known is None or known.implementation in ("sdpa", "eager"):
-        return base_implementation(config)  # sdpa would drop a softcap
+        return base_implementation(known)  # sdpa would drop a softcap
     return known.implementation
 
 
-def base_implementation(config: Any) -> str:
+def base_implementation(known: Before | None) -> str:
     """Return the attention of layers that a method leaves alone: sdpa or eager, into whose masks ours can be turned.
 
     The mask function and the attention function both ask here.
     """
-    known = before(config)
     return "sdpa" if known is None else known.base

@@ -66,7 +66,10 @@ def is_paged(arguments: Mapping[str, Any]) -> bool:
 
 def cache_in(values: Iterable[Any]) -> Cache | None:
     """The KV cache among the arguments or outputs of a model, whatever it is called there."""
-    return next((x for x in values if isinstance(x, Cache)), None)
+    for x in values:  # and not by a generator: every pass comes here twice
+        if isinstance(x, Cache):
+            return x
+    return None
 
 
 def values_of(output: Any) -> Iterable[Any]:

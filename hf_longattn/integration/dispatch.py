@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -13,17 +12,17 @@ from ..config import NO_METHOD
 from ..core.attend import attend
 from ..core.call import Call
 from ..core.geometry import AttentionLayout
-from ..core.kernels.kernel import KernelFailure
 from ..core.plan import ReadyPlan, plan_key, plans
 from ..core.reference import dense_attention
 from ..core.rotated_keys import Keep
 from ..slots.learned import learned_parts
+from .alike import Parts, compute_alike, note_alike
 from .arguments import HARMLESS, HARMLESS_IN_PAGES, check_arguments
 from .caches import is_paged
 from .engines import ulysses
 from .engines.heads import of_these_heads
 from .engines.paged import paged_attention
-from .forward_context import LayerCall
+from .forward_context import ForwardContext, LayerCall
 from .masks import MaskContext, is_layout_mask
 from .passes import find_pass
 from .positions import rows_under
@@ -54,6 +53,10 @@ def attention_forward(
         output (batch, q_len, heads, head_dim), and attention weights if output_attentions asks for them.
     """
     traced = torch.compiler.is_compiling()
+    if not traced:
+        named = dropout, scaling, softcap, sliding_window
+        if (out := compute_alike(module, query, key, value, attention_mask, named, kwargs)) is not None:
+            return out
     forward_pass, method, positions = find_pass(module, attention_mask, kwargs.get("position_ids"), traced)
     weights = bool(kwargs.get("output_attentions")) or (forward_pass is not None and forward_pass.weights)
     layer_call = LayerCall(
@@ -86,11 +89,12 @@ def attention_forward(
     if method.config is not None and not _keeps_own_mask(layer_call, attention_mask):
         context = rows_under(attention_mask, layer_call)
     if context is None or _changes_nothing(layer_call, context):
-        return unmodified(layer_call, query, key, value, attention_mask, None if context is None else context.base)
+        compute = unmodified(layer_call, query, key, attention_mask, None if context is None else context.base)
+        if context is not None and not traced:
+            note_alike(layer_call, context, query, key, value, compute)
+        return compute(module, query, key, value, {}, kwargs)
     assert context.rows is not None
-    if context.plans is None and not traced:
-        context.plans = plans(context.rows)
-    return _attend(layer_call, query, key, value, context.rows, context.plans)
+    return _attend(layer_call, query, key, value, context.rows, context)
 
 
 def _keeps_own_mask(layer_call: LayerCall, mask: Tensor | None) -> bool:
@@ -121,12 +125,12 @@ def _attend(
     key: Tensor,
     value: Tensor,
     rows: AttentionLayout,
-    made: Mapping[Hashable, ReadyPlan] | None = None,
+    context: MaskContext | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """A layer's method over rows of any geometry: output (batch, q_len, heads, head_dim), and weights if asked for.
 
     Args:
-        made: plans over these rows, by `plan_key`: a layer in decoding that finds its own here runs it without a `Call`.
+        context: that of the rows' mask, for the layers that are called alike.
     """
     method, sinks, traced = layer_call.method, layer_call.more.get("s_aux"), layer_call.traced
     config, learned = method.config or NO_METHOD, learned_parts(layer_call.module)
@@ -135,15 +139,6 @@ def _attend(
         config, learned, own = of_these_heads(layer_call.module, query.shape[1], method.heads, config, learned)
         sinks = own(sinks) if sinks is not None and sinks.shape[0] == method.heads else sinks
     method_id = None if traced or config is not method.config else method.method_id
-    alone = not (layer_call.weights or layer_call.dropout or method.observer or torch.is_grad_enabled())
-    if made and method_id is not None and alone:
-        ready = made.get(plan_key(method_id, query, key, value, scaling, layer_call.softcap, learned, sinks))
-        if ready is not None:
-            try:
-                out = ready.run(query, key, value, learned, sinks, _keep(layer_call))
-                return out.transpose(1, 2).contiguous(), None
-            except KernelFailure:  # which said so: another kernel is chosen
-                pass
     call = Call(
         query,
         key,
@@ -160,21 +155,39 @@ def _attend(
         # a graph reads the strength when it runs; it would be compiled anew for each number
         strength=method.state.strength if traced and not torch.compiler.is_exporting() else None,
         method_id=method_id,
-        keep=None if method_id is None else _keep(layer_call),
+        keep=None if method_id is None else _keep(layer_call.module, layer_call.forward_pass, layer_call.q_len),
     )
     out, weights = dense_attention(call) if layer_call.weights else (attend(call), None)
     if method.observer is not None:
         method.observer(call, out)
+    if context is not None and method_id is not None and not (layer_call.weights or layer_call.dropout):
+        plan = plans(rows).get(plan_key(method_id, query, key, value, scaling, layer_call.softcap, learned, sinks))
+        if plan is not None:
+            note_alike(layer_call, context, query, key, value, functools.partial(_run, plan, layer_call.forward_pass))
     return out.transpose(1, 2).contiguous(), weights
 
 
-def _keep(layer_call: LayerCall) -> Keep | None:
+def _run(
+    plan: ReadyPlan,
+    forward_pass: ForwardContext | None,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    learned: Parts,
+    more: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Compute another layer under the plan of one that was called alike."""
+    keep = _keep(module, forward_pass, query.shape[2]) if plan.keeps else None
+    return plan.run(query, key, value, learned, more.get("s_aux"), keep).transpose(1, 2).contiguous(), None
+
+
+def _keep(module: Any, forward_pass: ForwardContext | None, q_len: int) -> Keep | None:
     """Return what finds a layer's rotated keys beside the KV cache; None: outside of a pass."""
-    forward_pass = layer_call.forward_pass
     if forward_pass is None or forward_pass.state is None:
         return None
-    number = getattr(layer_call.module, "layer_idx", None)
-    return functools.partial(kept_keys, forward_pass.cache, forward_pass.state.rotated_keys, number, layer_call.q_len)
+    number = getattr(module, "layer_idx", None)
+    return functools.partial(kept_keys, forward_pass.cache, forward_pass.state.rotated_keys, number, q_len)
 
 
 def _over_rows(layer_call: LayerCall, query: Tensor, key: Tensor, value: Tensor, rows: AttentionLayout) -> Tensor:

@@ -52,7 +52,8 @@ if hasattr(os, "register_at_fork"):
 
 def gate_of(of: Any) -> Gate:
     """Return the gate of a state, or of a model without one."""
-    return _GATES.setdefault(of, Gate())
+    gate = _GATES.get(of)
+    return _GATES.setdefault(of, Gate()) if gate is None else gate
 
 
 def share_gate(state: Any, model: Any) -> None:

@@ -181,10 +181,10 @@ def is_initialised(x: Any) -> bool:
 
 def frame_above(levels: int) -> FrameType | None:
     """Return the frame that many calls above the caller's."""
-    frame = inspect.currentframe()
-    for _ in range(levels + 1):
-        frame = None if frame is None else frame.f_back
-    return frame
+    try:
+        return sys._getframe(levels + 1)
+    except ValueError:  # there are fewer
+        return None
 
 
 def is_running(frame: FrameType) -> bool:

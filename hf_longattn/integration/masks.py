@@ -25,12 +25,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.utils.import_utils import is_tracing
 
 from ..config import LongAttnConfig
-from ..core.geometry import FAR, AttentionLayout
+from ..core.geometry import FAR, AttentionLayout, RowBounds
 from ..core.kernels.kernel import FEW_QUERIES
 from ..core.tracing import readable, sent
 from .base_attention import BaseAttention, base_implementation, own_implementation
-from .config_records import before, raw_section
-from .forward_context import current_pass
+from .config_records import Before, ConfigRecord, record_in
+from .forward_context import PASS, current_pass
 from .internals import MaskInterval, interval_of
 
 #: Columns of a compact mask.
@@ -65,13 +65,13 @@ class MaskContext:
         self.q_len = self.kv_len = -1  # of the last layer that read it
         self.rows: AttentionLayout | None = None  # those of `parsed`, placed by `positions`
         self.positions: Tensor | None = None  # the position_ids
-        self.plans: dict[Any, Any] | None = None  # those that `rows` keep, here for every layer of a token: three calls fewer
+        self.alike: dict[Any, Any] = {}  # see `alike.note_alike`
         self._fits: dict[float, bool] = {}
 
     def keep(self, rows: AttentionLayout, positions: Tensor | None, kv_len: int) -> MaskContext:
         """Keep the rows that a layer read, the position_ids by which they are placed, and its number of keys."""
         if rows is not self.rows:
-            self.rows, self.plans, self._fits = rows, None, {}
+            self.rows, self.alike, self._fits = rows, {}, {}
         self.positions, self.kv_len = positions, kv_len
         return self
 
@@ -127,24 +127,30 @@ def layout_mask(
     """A mask in the form above; for layers that are left alone, the base implementation's own mask."""
     asked = MaskRequest(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device)
     more = kwargs | {"config": config, "local_size": local_size}
-    base = ALL_MASK_ATTENTION_FUNCTIONS[base_implementation(config)]
-    section = None if config is None else raw_section(config)
+    record = ConfigRecord() if config is None else record_in(config)
+    section, known = record.section, record.before
     if section:
         refuse_both_ways(config)
     if "allow_is_bidirectional_skip" in kwargs:  # only the bidirectional masks are asked for with it
-        mask = base(**asked._asdict(), **more)
+        mask = _left_alone(known, asked, more)
         if isinstance(mask, Tensor) and readable(mask):
             context_of(mask).both_ways = True
         return mask
     layers = section.layers if isinstance(section, LongAttnConfig) else (section or {}).get("layers")
     only_full = layers in (None, "full_attention")
-    if local_size is not None and only_full and ((known := before(config)) is None or known.windows):
-        return base(**asked._asdict(), **more | {"allow_is_causal_skip": False})
+    if local_size is not None and only_full and (known is None or known.windows):
+        return _left_alone(known, asked, more | {"allow_is_causal_skip": False})
     # Never None for a causal layer: Gemma 4 slices queries under any name but "sdpa" and trusts the mask.
     windowed = local_size is not None and local_size == getattr(config, "sliding_window", None)
-    sliced = bool(getattr(config, "num_kv_shared_layers", 0))
     on_host = _on_host(asked)
-    layout = _intervals(on_host or asked, sliced)
+    if _hides_nothing(on_host or asked):
+        asked = asked._replace(attention_mask=None)
+        on_host = None if on_host is None else on_host._replace(attention_mask=None)
+    layout: Tensor | None
+    if (row := _only_row(on_host or asked)) is not None:
+        layout = torch.tensor([[[[*row, 0]]]] * batch_size, dtype=torch.int32, device="cpu")
+    else:
+        layout = _intervals(on_host or asked, sliced=bool(getattr(config, "num_kv_shared_layers", 0)))
     if layout is None:
         if on_host is not None and (q_length > FEW_QUERIES or not _knows_no_tensor(mask_function)):  # a graph's lengths vary
             on_host = None
@@ -158,10 +164,17 @@ def layout_mask(
             if isinstance(offset := arguments[name], Tensor):
                 arguments[name] = offset.clone()  # a static cache counts on in its own
         host = made.detach() if made.device.type == "cpu" else None  # what keeps its own mask would outlive it
-        context = MaskContext(BaseAttention(own_implementation(config), arguments), host=host)
+        context = MaskContext(BaseAttention(own_implementation(known), arguments), host=host)
+        if row is not None:
+            context.parsed = ParsedMask(AttentionLayout.of_row(row), None, torch.tensor([[row.query]], device="cpu"))
         layout = layout if host is None else _numbered(layout, context)
         layout.__dict__["_longattn"] = context
     return layout
+
+
+def _left_alone(known: Before | None, asked: MaskRequest, more: dict[str, Any]) -> Any:
+    """The mask of layers that a method leaves alone."""
+    return ALL_MASK_ATTENTION_FUNCTIONS[base_implementation(known)](**asked._asdict(), **more)
 
 
 def _numbered(mask: Tensor, context: MaskContext) -> Tensor:
@@ -169,7 +182,7 @@ def _numbered(mask: Tensor, context: MaskContext) -> Tensor:
 
     The number is the stride of the dimension of length 1: PyTorch copies strides, and they decide nothing there.
     """
-    forward_pass = current_pass()
+    forward_pass = PASS.get()
     if forward_pass is None or (number := 1 + len(forward_pass.layouts)) >= INDEX_WIDTH:  # other masks' strides begin there
         return mask
     forward_pass.layouts[mask.shape, number] = mask.device, context
@@ -188,6 +201,28 @@ def _on_host(asked: MaskRequest) -> MaskRequest | None:
         return None
     own = None if mask is None else mask.cpu()
     return asked._replace(q_offset=int(asked.q_offset), kv_offset=int(asked.kv_offset), device="cpu", attention_mask=own)
+
+
+def _hides_nothing(asked: MaskRequest) -> bool:
+    """Tell whether there is no padding where a mask of padding is given, and the call's tokens are the last keys."""
+    padding, q_offset, kv_offset = asked.attention_mask, asked.q_offset, asked.kv_offset
+    if padding is None or not (isinstance(q_offset, int) and isinstance(kv_offset, int) and readable(padding)):
+        return False
+    end = kv_offset + asked.kv_length
+    return q_offset + asked.q_length == end <= padding.shape[-1] and bool(padding.all())
+
+
+def _only_row(asked: MaskRequest) -> RowBounds | None:
+    """The bounds of a call of one token without padding, which all texts share; None: another call, or a graph is traced."""
+    q_offset, kv_offset = asked.q_offset, asked.kv_offset
+    if asked.q_length != 1 or asked.attention_mask is not None or torch.compiler.is_compiling() or torch._C._is_tracing():
+        return None
+    if not (isinstance(q_offset, int) and isinstance(kv_offset, int) and torch.device(asked.device).type == "cpu"):
+        return None
+    if (interval := interval_of(asked.mask_function)) is None or interval.sequence_ids is not None:
+        return None
+    low = 0 if interval.window is None else max(0, q_offset - interval.window + 1)
+    return RowBounds(q_offset, kv_offset, 0, low, q_offset)
 
 
 def _intervals(asked: MaskRequest, sliced: bool) -> Tensor | None:
@@ -259,11 +294,6 @@ def is_layout_mask(mask: Tensor) -> bool:
             "4-D one, bool (True: visible) or float"
         )
     return mask.dtype == torch.int32
-
-
-def shows_the_future(mask: Tensor) -> bool:
-    """Tell whether Transformers made a mask for reading in both directions; False: no, or a graph is traced."""
-    return not torch.compiler.is_compiling() and (context := existing_context(mask)) is not None and context.both_ways
 
 
 class ParsedMask(NamedTuple):

@@ -349,5 +349,5 @@ def _turns_keys(config: LongAttnConfig) -> bool:
 def _runs(config: Any) -> str:
     known = before(config)
     if known is None or known.base == known.implementation:
-        return f"runs {base_implementation(config)}"
+        return f"runs {base_implementation(known)}"
     return f"runs {known.base} in place of {known.implementation}"

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import Any, TypeGuard
 
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..config import CUSTOM, PREFIX, LongAttnConfig, names_in
 from ..slots.registry import LISTENERS, STOCK, did_you_mean, from_elsewhere, list_methods, meant
@@ -54,8 +56,8 @@ def _register(alias: str, may_share: bool = False) -> None:
 
 def _registered_by_another(name: str | None) -> str | None:
     """The module of an attention or a mask function that transformers has under a name, and that does not call ours."""
-    for known, own in zip((AttentionInterface(), AttentionMaskInterface()), _FUNCTIONS, strict=True):
-        if (there := known.get(name)) not in (None, own) and inspect.unwrap(there) is not own:
+    for known, own in zip((ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS), _FUNCTIONS, strict=True):
+        if (there := known.get(name)) is not own and there is not None and inspect.unwrap(there) is not own:
             return getattr(there, "__module__", None) or repr(there)
     return None
 

@@ -28,9 +28,10 @@ _PADDED = (
 
 def own_positions(parsed: ParsedMask, position_ids: Tensor) -> Tensor:
     """The positions of a call's queries, which may be some of its tokens, (batch or 1, q_len)."""
+    index = parsed.rows.index
+    if position_ids.shape[1] == index.shape[1]:
+        return position_ids.to(index.device)
     query = parsed.rows.bounds.query
-    if position_ids.shape[1] == query.shape[1]:
-        return position_ids.to(query.device)
     column = (query - parsed.first).clamp(0, position_ids.shape[1] - 1)
     batch = max(len(column), len(position_ids))
     return position_ids.to(query.device).expand(batch, -1).gather(1, column.expand(batch, -1))

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ..core.tracing import assert_later
-from .caches import cache_in, record_of, values_of
+from .caches import CacheRecord, cache_in, record_of, values_of
 from .config_records import raw_section
 from .forward_context import PASS, ForwardContext, current_pass
-from .gate import at_gate
+from .gate import gate_of
 from .internals import frame_above, get_implementation
 from .layers import View
 from .names import refuse_taken
@@ -139,22 +139,32 @@ def _begin(state: AttentionState, renew: Renew, place: int, model: Any, args: tu
     if outer is not None and outer.state is state:  # a pass inside another
         forward_pass.probed = outer.probed
     else:
-        with at_gate(lambda: vars(model).get("_longattn") or state) as gate:  # a change comes to its end first
-            if (there := vars(model).get("_longattn")) is None:
-                return  # it took the method out
-            forward_pass.state = state = there
-            _prepare(state, renew, model)
-            forward_pass.thread = threading.get_ident()
-            gate.let_in(forward_pass)
+        own, entered = vars(model), False
+        while not entered:  # as `at_gate`, in fewer calls
+            whose = own.get("_longattn")
+            gate = gate_of(whose or state)
+            with gate.lock:  # a change comes to its end first
+                there = own.get("_longattn")
+                if there is not whose and gate_of(there or state) is not gate:
+                    continue
+                if there is None:
+                    return  # it took the method out
+                forward_pass.state = state = there
+                _prepare(state, renew, model)
+                forward_pass.thread = threading.get_ident()
+                gate.let_in(forward_pass)
+                entered = True
     forward_pass.whole_config = state.whole_config
     state.claims.check()
-    if cache is not None and record_of(cache).get("uneven"):
+    record: CacheRecord = {} if cache is None else record_of(cache)
+    if record.get("uneven"):
         if held:
             raise ValueError(_BROKEN_OFF)
-        record_of(cache)["uneven"] = False
-    find_token_axes(forward_pass, state.remapped and state.disabled is None)
-    if forward_pass.axes is not None:
-        check_token_axes(forward_pass, state, model)
+        record["uneven"] = False
+    if "axes" in record or (positions is not None and positions.ndim > 2):
+        find_token_axes(forward_pass, state.remapped and state.disabled is None)
+        if forward_pass.axes is not None:
+            check_token_axes(forward_pass, state, model)
     if cache is not None and (kept := state.rotated_keys.get(cache)) is not None:
         drop_other_keys(kept, cache)
     PASS.set(forward_pass)
@@ -182,17 +192,21 @@ def _end(state: AttentionState, model: Any, args: Any, output: Any) -> None:
     if torch.compiler.is_compiling():
         state.traced = None
         return
-    forward_pass = current_pass()
-    if forward_pass is None or forward_pass.frame not in (frame_above(1), frame_above(2)):
-        return  # it raised before it began, or the hook came in its midst
+    forward_pass, frames = PASS.get(), (frame_above(1), frame_above(2))
+    if forward_pass is None or forward_pass.frame not in frames:
+        forward_pass = current_pass()
+        if forward_pass is None or forward_pass.frame not in frames:
+            return  # it raised before it began, or the hook came in its midst
     PASS.set(forward_pass.outer)
     if output is None and forward_pass.cache is not None and bool(forward_pass.cache.get_seq_length() != forward_pass.held):
         record_of(forward_pass.cache)["uneven"] = True  # it failed, and layers behind the one that did have written nothing
     cache = cache_in(values_of(output))  # None where the pass failed
-    if cache is not None and forward_pass.after is not None:
-        record_of(cache).update({"numbering": forward_pass.after, "ones": forward_pass.ones})
-    if cache is not None and forward_pass.axes is not None and forward_pass.axes.keys is not None:
-        record_of(cache)["axes"] = forward_pass.axes.keys
+    if cache is not None:
+        record = record_of(cache)
+        if forward_pass.after is not None:
+            record["numbering"], record["ones"] = forward_pass.after, forward_pass.ones
+        if forward_pass.axes is not None and forward_pass.axes.keys is not None:
+            record["axes"] = forward_pass.axes.keys
     forward_pass.frame = forward_pass.cache = forward_pass.outer = None  # masks know the pass, and may outlive it
     forward_pass.layouts.clear()
     if output is not None and forward_pass.probed is None and state.disabled is None:

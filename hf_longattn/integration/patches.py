@@ -21,7 +21,7 @@ from ..user_warnings import warn
 from . import rope
 from .base_attention import own_implementation
 from .changes import remember
-from .config_records import NameOf, Section, raw_section, record_in, set_record
+from .config_records import NameOf, Section, before, raw_section, record_in, set_record
 from .internals import IMPLEMENTATION, get_implementation, is_part, set_implementation, tracing_context
 from .layer_methods import prepare, refuse_name
 from .layers import View, language_config, pretrained_in
@@ -267,7 +267,7 @@ def _leave_drafts_alone(model: PreTrainedModel) -> None:
     if "num_mtp_layers" not in vars(model) or not isinstance(method, LongAttnConfig):
         return
     if differs_by_layer(method) or method.remap is not None:
-        set_implementation(model.config, own_implementation(model.config))
+        set_implementation(model.config, own_implementation(before(model.config)))
         model.config.longattn = None
 
 

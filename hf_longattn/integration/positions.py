@@ -34,7 +34,6 @@ from .masks import (
     is_layout_mask,
     read_mask,
     read_own_mask,
-    shows_the_future,
 )
 from .numbering import Numbered, own_positions
 from .token_axes import UNSEEN, by_axis, one_axis
@@ -95,13 +94,16 @@ def rows_under(mask: Tensor | None, layer_call: LayerCall) -> MaskContext:
     context: MaskContext | None = None if layer_call.traced else existing_context(mask)
     if context is not None and context.rows is not None and context.kv_len == kv_len and context.positions is positions:
         return context
-    if shows_the_future(mask):
+    if context is not None and context.both_ways:
         raise ValueError(BOTH_WAYS.format("is_decoder=False or a like flag: its mask shows later tokens"))
     if not is_layout_mask(mask):
         return MaskContext().keep(_under_own_mask(mask, layer_call), positions, kv_len)
     parsed = read_mask(mask, kv_len)
-    context = MaskContext() if layer_call.traced or not readable(mask) else context_of(mask)
-    context.forward_pass, context.q_len = forward_pass, layer_call.q_len
+    if context is None:
+        context = MaskContext() if layer_call.traced or not readable(mask) else context_of(mask)
+    if forward_pass is not context.forward_pass:
+        context.forward_pass, context.alike = forward_pass, {}
+    context.q_len = layer_call.q_len
     known = context.rows if context.positions is positions else None
     rows = _with_positions(parsed, layer_call) if known is None else known
     if not layer_call.traced:
@@ -205,6 +207,13 @@ def _continued(parsed: ParsedMask, position_ids: Tensor, kv_len: int, forward_pa
     numbering, q_len = record_of(forward_pass.cache).get("numbering"), rows.index.shape[1]
     if not numbering or not any(numbering) or q_len > FEW_QUERIES or position_ids.shape[1:] != (q_len,):
         return None
+    if (row := rows.row) is not None:
+        own = row.query, row.query - row.start, row.query - row.start
+        places = {place for place, known in zip(own, numbering, strict=True) if known}
+        begins = record_of(forward_pass.cache).get("ones") is not None or row.start >= int(parsed.first)
+        if begins or len(places) > 1 or not row.low <= row.query <= row.high:
+            return None
+        return torch.tensor([list(places)], device="cpu")
     query, key_start, start, _, _ = rows.bounds
     begins = record_of(forward_pass.cache).get("ones") is not None or bool((start >= parsed.first).any())
     if begins or not bool(rows.real_rows(kv_len).all()):
@@ -279,8 +288,11 @@ def _decoding(parsed: ParsedMask, p: Tensor, forward_pass: ForwardContext | None
     Args:
         p: the positions of the tokens, int64 (batch or 1, 1).
     """
-    index, batch = parsed.rows.index, max(len(parsed.rows.index), len(p))
-    read = torch.cat([index[:, 0].expand(batch, -1), p.expand(batch, -1)], -1).tolist()
+    if (row := parsed.rows.row) is not None:
+        read = [(*row, at) for (at,) in p.tolist()]
+    else:
+        index, batch = parsed.rows.index, max(len(parsed.rows.index), len(p))
+        read = torch.cat([index[:, 0].expand(batch, -1), p.expand(batch, -1)], -1).tolist()
     held, ones = _held_and_ones(parsed, forward_pass)
     if held and ones is None:
         ones = next((own for own, _, start, low, _, at in read if at == 1 and own == start == low >= held), None)
@@ -292,7 +304,7 @@ def _decoding(parsed: ParsedMask, p: Tensor, forward_pass: ForwardContext | None
     ]
     if not all(map(any, real)):
         return None
-    by_index, by_start, alone = (all(one[n] for one in real) for n in range(3))
+    by_index, by_start, alone = map(all, zip(*real, strict=True)) if real else (True, True, True)
     behind_index, behind_start = (all(one[n] or one[2] for one in real) for n in range(2))
     first, tokens = (behind_index, behind_start, behind_start), (by_index, by_start, by_start)
     return CallNumbering(first, tokens, sees_cache=not alone)

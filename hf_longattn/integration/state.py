@@ -162,8 +162,8 @@ class LayerMethod:
 
     @functools.cached_property
     def method_id(self) -> object:
-        """The object that stands for config and rotation in `Call.method_id`: layers where both are equal share it."""
-        return self.state.method_ids.setdefault((self.config, self.rotary), object())
+        """The object that stands for config and rotation in `Call.method_id`: layers with equal methods share it."""
+        return self.state.method_ids.setdefault((self.config, self.rotary, self.heads, self.windowed), object())
 
 
 class Arrangement(NamedTuple):
@@ -188,7 +188,10 @@ class Arrangement(NamedTuple):
     @property
     def is_described(self) -> bool:
         """True: all configs still hold what they did; those that run no method need not."""
-        return all(raw_section(c) is held or not is_longattn_name(get_implementation(c)) for c, held in self.described)
+        for config, held in self.described:
+            if raw_section(config) is not held and is_longattn_name(get_implementation(config)):
+                return False
+        return True
 
     @property
     def is_current(self) -> bool:

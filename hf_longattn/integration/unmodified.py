@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,20 +11,17 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..core.kernels.kernel import FEW_QUERIES
 from ..core.kernels.sdpa import few_queries
+from .alike import Compute, Parts
 from .base_attention import BaseAttention, attention_function, base_implementation
+from .config_records import before
 from .forward_context import LayerCall
 from .masks import is_layout_mask, read_mask
 
 
 def unmodified(
-    layer_call: LayerCall,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    base: BaseAttention | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """The unmodified attention.
+    layer_call: LayerCall, query: Tensor, key: Tensor, mask: Tensor | None, base: BaseAttention | None = None
+) -> Compute:
+    """The unmodified attention, as layers that are called alike compute it.
 
     Args:
         mask: the one that the layer got.
@@ -33,23 +31,43 @@ def unmodified(
         function, mask = _left_alone(layer_call, query, key, mask)
     else:
         function, mask = base.function(layer_call.module), base.mask(query.device)
-    more = layer_call.more
     if function is sdpa_attention_forward and are_few(layer_call, query, key, mask):
         if mask is not None and mask.shape[2] > 1:
             mask = mask.repeat(1, 1, query.shape[1] // key.shape[1], 1)
-        return few_queries(query, key, value, mask, layer_call.scaling), None
-    if base is not None and "is_causal" in more:  # False says that the layer has a mask; `base` may have none
+        return functools.partial(_few, mask, layer_call.scaling)
+    named = {"dropout": layer_call.dropout, "scaling": layer_call.scaling}
+    more = {"softcap": layer_call.softcap, "sliding_window": layer_call.sliding_window}
+    named |= {name: x for name, x in more.items() if x is not None}
+    return functools.partial(_by, function, mask, named, base is not None)
+
+
+def _few(
+    mask: Tensor | None, scaling: float | None, _: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any
+) -> tuple[Tensor, Tensor | None]:
+    return few_queries(query, key, value, mask, scaling), None
+
+
+def _by(
+    function: Any,
+    mask: Tensor | None,
+    named: dict[str, Any],
+    own_mask: bool,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _: Parts,
+    more: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """One of Transformers' attention functions."""
+    if own_mask and "is_causal" in more:  # False says that the layer has a mask; this one may be None
         more = {k: v for k, v in more.items() if k != "is_causal"}
-    if layer_call.softcap is not None:
-        more = more | {"softcap": layer_call.softcap}
-    if layer_call.sliding_window is not None:
-        more = more | {"sliding_window": layer_call.sliding_window}
-    return function(layer_call.module, query, key, value, mask, dropout=layer_call.dropout, scaling=layer_call.scaling, **more)  # type: ignore[no-any-return]
+    return function(module, query, key, value, mask, **named, **more)  # type: ignore[no-any-return]
 
 
 def _left_alone(layer_call: LayerCall, query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Any, Tensor | None]:
     """One of Transformers' attention functions, and the mask that it takes."""
-    name = base_implementation(layer_call.module.config)
+    name = base_implementation(before(layer_call.module.config))
     if mask is not None and is_layout_mask(mask):
         rows = read_mask(mask, key.shape[2]).rows
         mask = rows.once(("visible", key.shape[2], key.device), lambda: rows.on(key.device).visible(key.shape[2]))

@@ -6,14 +6,14 @@ import torch
 
 from ..plan import AttentionPlan, Computation
 from . import programs
-from .few_cpu import FewOnCPU
+from .few_cpu import few_on_cpu
 from .few_cuda import FewOnCUDA
 from .kernel import FEW_QUERIES, Kernel
 
 
 def prepare(plan: AttentionPlan) -> Computation:
     """The way of the plan's device."""
-    return FewOnCPU(plan) if plan.query.device.type == "cpu" else FewOnCUDA(plan)
+    return few_on_cpu(plan) if plan.query.device.type == "cpu" else FewOnCUDA(plan)
 
 
 def _why_not(plan: AttentionPlan) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..plan import AttentionPlan
+from ..plan import AttentionPlan, Computation
 from ..rotary import Angles
 from ..rotated_keys import WORTH, Keep, RotatedKeys
 from .by_segment import merge_outputs
@@ -80,6 +80,14 @@ class FewOnCPU:
         return out if self.blind is None else out.masked_fill(self.blind, 0.0)
 
 
+def few_on_cpu(plan: AttentionPlan) -> Computation:
+    """`FewOnCPU`, or of it `Plain` alone where all keys are visible to it."""
+    few = FewOnCPU(plan)
+    if isinstance(few.way, Plain) and few.columns is None and few.blind is None:
+        return few.way
+    return few
+
+
 def _kept_under(plan: AttentionPlan, keys: VisibleKeys) -> Hashable:
     """The name under which turned keys, or norms, are kept for later tokens; None: there are none, or too few."""
     rows, worth = plan.rows, max((s.size for s in keys.segments if s.angles is not None or plan.fold is not None), default=0)
@@ -96,6 +104,10 @@ class Plain:
 
     def __init__(self, plan: AttentionPlan, keys: VisibleKeys) -> None:
         self.allowed, self.scaling = None if keys.hidden is None else ~keys.hidden, plan.logits.scaling
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, factor: Factor, *_: object) -> Tensor:
+        """A `Computation` of its own, where it sees all keys."""
+        return self.run(query, key, value, factor[..., None] if isinstance(factor, Tensor) else factor)
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, factor: Factor, *_: object) -> Tensor:
         scaling = self.scaling
