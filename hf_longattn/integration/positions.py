@@ -283,7 +283,9 @@ def _resolve(
 
 
 def _decoding(parsed: ParsedMask, p: Tensor, forward_pass: ForwardContext | None) -> CallNumbering | None:
-    """Find the numbering of a call of one token in few steps; None: look at the call closer.
+    """Find the numbering of a call of one token in few steps: by cache index, from the start, alone (it sees no other key).
+
+    None: look at the call closer.
 
     Args:
         p: the positions of the tokens, int64 (batch or 1, 1).
@@ -299,13 +301,14 @@ def _decoding(parsed: ParsedMask, p: Tensor, forward_pass: ForwardContext | None
     if forward_pass is not None:
         forward_pass.ones = ones
     since = FAR if ones is None else ones
-    real = [  # by cache index, from the start, sees no other key
-        (at == own, at - (start >= since) == own - start, low == own) for own, _, start, low, high, at in read if low <= high
-    ]
-    if not all(map(any, real)):
-        return None
-    by_index, by_start, alone = map(all, zip(*real, strict=True)) if real else (True, True, True)
-    behind_index, behind_start = (all(one[n] or one[2] for one in real) for n in range(2))
+    facts = []
+    for own, _, start, low, high, at in read:
+        if low <= high:
+            is_index, is_count, alone = at == own, at - (start >= since) == own - start, low == own
+            if not (is_index or is_count or alone):
+                return None
+            facts.append((is_index, is_count, alone, is_index or alone, is_count or alone))
+    by_index, by_start, alone, behind_index, behind_start = map(all, zip(*facts, strict=True)) if facts else (True,) * 5
     first, tokens = (behind_index, behind_start, behind_start), (by_index, by_start, by_start)
     return CallNumbering(first, tokens, sees_cache=not alone)
 

@@ -134,8 +134,6 @@ def _recording(
     return recording, calls
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-@torch.no_grad()
 def check_reached(state: AttentionState, inner: Any, reached: Collection[nn.Module]) -> None:
     """At the end of a pass: refuse layers that were called and attended by themselves, since their forward was replaced.
 
@@ -152,8 +150,13 @@ def check_reached(state: AttentionState, inner: Any, reached: Collection[nn.Modu
     if reached and len(reached) >= len(attention):
         return
     expected = [x for x in attention if (method := x.get("_longattn")) is not None and method.config is not None]
-    if reached and len(reached) >= len(expected):
-        return
+    if not reached or len(reached) < len(expected):
+        _check_by_few_tokens(state, inner)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.no_grad()
+def _check_by_few_tokens(state: AttentionState, inner: Any) -> None:
     if state.checked is not None and [x.forward for x in state.checked[0]] == state.checked[1]:
         return
     methods = {name: (x, m) for name, x in inner.named_modules() if (m := method_of(x)) is not None and m.config is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -144,3 +145,59 @@ def test_a_failure_of_the_compiler_is_told_once_and_others_compute(monkeypatch: 
     assert programs.why_not(others) is None
     for out in got:
         close(out, hf_longattn.reference_attention(query, key, value, config))
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Programs that note how they are run, and what stands for their compiled form likewise."""
+    seen: list[tuple[Any, ...]] = []
+
+    class Compiled:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments: seen.append(("compiled", grid, arguments))
+
+    class Program:
+        def __init__(self, names: list[str]) -> None:
+            self.arg_names = names
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def run(*arguments: Any, **constants: Any) -> Compiled:
+                seen.append(("bound", grid, (*arguments, *(constants[name] for name in self.arg_names[len(arguments) :]))))
+                return Compiled()
+
+            return run
+
+    for name in ("scores_kernel", "weights_kernel"):
+        monkeypatch.setattr(programs.kernels, name, Program(getattr(programs.kernels, name).arg_names))
+    return seen
+
+
+def test_layers_run_what_the_first_compiled(runs: list[tuple[Any, ...]]) -> None:
+    """With the same arguments but the layer's tensors; Triton binds them again where tensors begin at other addresses."""
+    shapes = (1, 4, 1, 16), (1, 2, 40, 16), (1, 2, 40, 16)
+    sides, config = [torch.ones(shape) for shape in shapes], CASES["rerope"].for_layer(0)
+    compute = few_cuda.FewOnCUDA(lower(Call(*sides, config, rows_of("one", 1, 40), 0.25, rotation=ROTATIONS[False])))
+
+    def beginning_at(element: int) -> list[torch.Tensor]:
+        return [torch.zeros(element + math.prod(shape))[element:].view(shape) for shape in shapes]
+
+    layers = [beginning_at(element) for element in (0, 0, 1, 1, 0)]
+    for layer in layers:
+        compute(*layer, None, None, None)
+    count = len(runs) // len(layers)
+    assert count == 3  # two segments, and the weights
+    by_layer = [runs[count * n : count * (n + 1)] for n in range(len(layers))]
+    assert [[how for how, *_ in layer] for layer in by_layer] == [
+        ["bound"] * 3,
+        ["compiled"] * 3,
+        ["bound", "bound", "compiled"],  # weights read logits, which begin where they did
+        ["compiled"] * 3,
+        ["bound", "bound", "compiled"],
+    ]
+    for own, layer in zip(layers[1:], by_layer[1:], strict=True):
+        for (_, grid, arguments), (_, first_grid, first) in zip(layer, by_layer[0], strict=True):
+            assert grid[: len(first_grid)] == first_grid
+            assert len(arguments) == len(first)
+            tensors = 4
+            assert all(x is y for x, y in zip(arguments[tensors:], first[tensors:], strict=True))
+        assert all(arguments[0] is own[0] and arguments[1] is own[1] for _, _, arguments in layer[:2])

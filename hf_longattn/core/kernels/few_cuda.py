@@ -8,6 +8,7 @@ the host, so that all goes into a CUDA graph, and nothing is kept between tokens
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class FewOnCUDA:
             turns = ((segment.query, rows.query_places()), (segment.key, rows.key_places(self.kv_len)))
             angles = (None if delta is None else delta.kept_angles(at, plan.tables, device) for delta, at in turns)
             self.segments.append(programs.DeviceSegment(own.int32_index(device), allowed, query_ids, key_ids, *angles))
-        self._known: dict[Hashable, list[programs.Launch]] = {}
+        self._known: dict[Hashable, Any] = {}
 
     def __call__(
         self,
@@ -65,7 +66,7 @@ class FewOnCUDA:
             query = query.to(key.dtype)
         logits = programs.scores(query, key, self.segments, self.spec, scaling, factor, normed, self.features, self._known)
         by_entropy = self.temper(programs.entropies(logits)) if self.temper is not None and not self.polynomial else None
-        weights = programs.weights(logits, by_entropy, sinks, value.dtype, self.polynomial)
+        weights = programs.weights(logits, by_entropy, sinks, value.dtype, self.polynomial, self._known)
         out = self._averaged(weights.view(-1, self.group * shape[2], weights.shape[3]), value.flatten(0, 1)).view(*shape, -1)
         return out if out.dtype == dtype else out.to(dtype)
 

@@ -46,8 +46,8 @@ def why_not_triton(x: Tensor | Operand) -> str | None:
 _BROKEN: dict[tuple[str, torch.device], str] = {}
 
 
-def _launch(name: str, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Run a program.
+def _launch(name: str, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> Any:
+    """Run a program, and return what Triton compiled of it; its interpreter returns None.
 
     Raises:
         KernelFailure: it cannot be compiled or loaded; the first time with a warning.
@@ -56,17 +56,49 @@ def _launch(name: str, grid: tuple[int, ...], *arguments: Any, **constants: Any)
     if (why := _BROKEN.get((name, device))) is not None:
         raise KernelFailure(why)
     try:
-        if device.type != "cuda" or device.index == torch.cuda.current_device():
-            kernel(*arguments, **constants)
-        else:
-            with torch.cuda.device(device):
-                kernel(*arguments, **constants)
+        if _is_current(device):
+            return kernel(*arguments, **constants)
+        with torch.cuda.device(device):
+            return kernel(*arguments, **constants)
     except Exception as error:
         if not before_launch(error):
             raise
         why = _BROKEN[name, device] = f"Triton failed at {name}: {type(error).__name__}: {str(error)[:500]}"
         warnings.warn(f"{why}; slower kernels take its place on {device} in this process", stacklevel=2)
         raise KernelFailure(why) from error
+
+
+def _is_current(device: torch.device) -> bool:
+    return device.type != "cuda" or device.index == torch.cuda.current_device()
+
+
+class Launch:
+    """A run of a program that layers repeat, each with tensors of its own, of the same shapes, strides and dtypes.
+
+    Triton binds some forty arguments before each run, which takes longer than a small model's product. So runs after the first
+    call what that compiled, as long as the tensors begin at such addresses as it was compiled for.
+
+    Args:
+        others: the arguments behind the layer's tensors.
+        constants: those that are compiled in, and options.
+    """
+
+    def __init__(self, name: str, grid: tuple[int, ...], others: Sequence[Any], **constants: Any) -> None:
+        self.name, self.grid, self.others, self.constants = name, grid, others, constants
+        self._run: Callable[..., None] | None = None
+        self._rest: list[Any] = []
+        self._aligned: list[bool] = []
+
+    def __call__(self, *tensors: Tensor) -> None:
+        aligned = [x.data_ptr() % POINTERS == 0 for x in tensors]
+        if self._run is not None and aligned == self._aligned and _is_current(tensors[0].device):
+            self._run(*tensors, *self._rest)
+            return
+        compiled = _launch(self.name, self.grid, *tensors, *self.others, **self.constants)
+        if compiled is not None and torch.version.hip is None:  # there a program is compiled for the sizes of storages, too
+            names = getattr(kernels, self.name).arg_names[len(tensors) + len(self.others) :]
+            self._rest = [*self.others, *(self.constants[name] for name in names)]
+            self._run, self._aligned = compiled[(*self.grid, 1, 1)[:3]], aligned
 
 
 def before_launch(error: Exception) -> bool:
@@ -98,8 +130,8 @@ class DeviceSegment(NamedTuple):
     key_angles: tuple[Tensor, Tensor] | None
 
 
-#: One run of a program: its grid, what it is given behind the tensors of a layer, and its constants.
-Launch: TypeAlias = tuple[tuple[int, ...], list[Any], dict[str, Any]]
+#: Triton compiles a program for tensors that begin at multiples of so many bytes, or for others.
+POINTERS = 16
 #: Logits of a row lie in room for a multiple of so many keys, which products are fast for.
 ALIGNED = 16
 
@@ -113,7 +145,7 @@ def scores(
     row_scale: Tensor | None,
     normed: bool,
     features: Features | None,
-    known: dict[Hashable, list[Launch]] | None = None,
+    known: dict[Hashable, Any] | None = None,
 ) -> Tensor:
     """The finished logits of few queries with all keys, float32 (batch, heads, q_len, kv_len rounded up to ALIGNED).
 
@@ -148,8 +180,8 @@ def _scored(query: Tensor, key: Tensor, row_scale: Tensor | None, launches: list
     query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
     batch, heads, q_len, _ = query.shape
     out = query.new_empty(batch, heads, q_len, _room(key.shape[2]), dtype=torch.float32)
-    for grid, others, constants in launches:
-        _launch("scores_kernel", grid, query, key, out, out if row_scale is None else row_scale, *others, **constants)
+    for launch in launches:
+        launch(query, key, out, out if row_scale is None else row_scale)
     return out
 
 
@@ -203,7 +235,8 @@ def _launches(
         tail = [own, *(own if y is None else y for y in optional), *strides]
         tail += [q_len, kv_len, room, scaling, softcap or 1.0, sinks]
         has = {"TURN_Q": turns[0] is not None, "TURN_K": turns[2] is not None, "MASK": mask is not None, "FILL": n == 0}
-        launches.append((grid, tail, constants | has | {"IDS": q_ids is not None and k_ids is not None}))
+        has["IDS"] = q_ids is not None and k_ids is not None
+        launches.append(Launch("scores_kernel", grid, tail, **constants, **has))
     return launches
 
 
@@ -224,6 +257,7 @@ def weights(
     sinks: Tensor | None,
     dtype: torch.dtype,
     polynomial: Sequence[float] = (),
+    known: dict[Hashable, Any] | None = None,
 ) -> Tensor:
     """The softmax of each row of `scores`' logits times its factor, beside a sink; 0 where nothing is visible.
 
@@ -231,21 +265,30 @@ def weights(
         factor: float32 (batch, heads, q_len); None is 1.
         sinks: float32 (heads,), the logarithm of what joins the denominators.
         polynomial: gives the factor by the row's entropy, see `AttentionPlan`; empty: `factor` is it.
+        known: where launches are kept for calls that differ in logits, factor and sinks alone.
     """
-    own = _weights if readable(logits) else torch.ops.hf_longattn.weights
-    return own(logits, factor, sinks, dtype, list(polynomial))  # type: ignore[no-any-return]
+    if not readable(logits):
+        return torch.ops.hf_longattn.weights(logits, factor, sinks, dtype, list(polynomial))
+    return _weights(logits, factor, sinks, dtype, polynomial, known)
 
 
 def _weights(
-    logits: Tensor, factor: Tensor | None, sinks: Tensor | None, dtype: torch.dtype, polynomial: list[float]
+    logits: Tensor,
+    factor: Tensor | None,
+    sinks: Tensor | None,
+    dtype: torch.dtype,
+    polynomial: Sequence[float],
+    known: dict[Hashable, Any] | None = None,
 ) -> Tensor:
     out = torch.empty_like(logits, dtype=dtype)
-    _, heads, q_len, room = logits.shape
     factor, sinks = (None if x is None else x.float().contiguous() for x in (factor, sinks))
-    by_row = [logits if x is None else x for x in (factor, sinks)]
-    has = {"FACTOR": factor is not None, "SINKS": sinks is not None, "POLYNOMIAL": tuple(polynomial)}
-    constants = {"HEADS": heads, "BLOCK": BLOCK, "num_warps": 4}
-    _launch("weights_kernel", (out.numel() // room,), logits, out, *by_row, room, q_len, **constants, **has)
+    name, known = ("weights", factor is None, sinks is None), {} if known is None else known
+    if (launch := known.get(name)) is None:
+        _, heads, q_len, room = logits.shape
+        has = {"FACTOR": factor is not None, "SINKS": sinks is not None, "POLYNOMIAL": tuple(polynomial)}
+        constants = {"HEADS": heads, "BLOCK": BLOCK, "num_warps": 4}
+        launch = known[name] = Launch("weights_kernel", (out.numel() // room,), (room, q_len), **constants, **has)
+    launch(logits, out, logits if factor is None else factor, logits if sinks is None else sinks)
     return out
 
 
