@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from importlib import import_module
 from typing import Any
 
@@ -14,7 +15,7 @@ from .geometry import AttentionLayout, check_mask, check_positions, check_shapes
 from .kernels import few
 from .kernels.kernel import Kernel, KernelFailure
 from .lower import lower
-from .plan import MOST_PLANS, AttentionPlan, ReadyPlan, plan_key, plans
+from .plan import MOST_PLANS, AttentionPlan, ReadyPlan, plans
 from .reference import dense_attention
 from .rotary import Rotation
 from .stages import finish
@@ -129,15 +130,33 @@ def plan_of(call: Call) -> ReadyPlan:
     """
     if not shareable(call.query) or call.strength is not None:
         return chosen(lower(call))
-    method_id = (call.config, call.rotation, call.asked) if call.method_id is None else call.method_id
-    sides = call.query, call.key, call.value
-    name = plan_key(method_id, *sides, call.scaling, call.softcap, call.learned, call.sink_logits, call.dropout, call.trains)
-    made = plans(call.rows)
+    name, made = _name(call), plans(call.rows)
     if (own := made.get(name)) is None:
         if len(made) >= MOST_PLANS:
             made.clear()
         own = made[name] = chosen(lower(call))
     return own
+
+
+def kept_plan(call: Call) -> ReadyPlan | None:
+    """The plan of a call with its kernel, if its rows keep one."""
+    return plans(call.rows).get(_name(call))
+
+
+def _name(call: Call) -> Hashable:
+    """Calls over the same rows with equal names share a plan."""
+    method_id = (call.config, call.rotation, call.asked) if call.method_id is None else call.method_id
+    shapes = call.query.shape, call.key.shape, call.value.shape[3], call.query.dtype, call.query.device
+    return (
+        method_id,
+        shapes,
+        call.scaling,
+        call.softcap,
+        *(call.learned or ()),
+        call.sink_logits is None,
+        call.dropout,
+        call.trains,
+    )
 
 
 def chosen(plan: AttentionPlan) -> ReadyPlan:

@@ -36,26 +36,9 @@ MOST_PLANS = 4
 
 
 def plans(rows: AttentionLayout) -> dict[Hashable, ReadyPlan]:
-    """All plans over a pass's rows, by the keys that `plan_key` makes."""
+    """All plans over a pass's rows, by the names that `attend.plan_of` gives them."""
     known: dict[Hashable, ReadyPlan] = rows.once("plans", dict)
     return known
-
-
-def plan_key(
-    method_id: Hashable,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float,
-    softcap: float | None,
-    learned: Learned,
-    sinks: Tensor | None,
-    dropout: float = 0.0,
-    trains: bool = False,
-) -> Hashable:
-    """A key: calls over the same rows with equal keys share a plan. method_id stands for config and rotation."""
-    shapes = query.shape, key.shape, value.shape[3], query.dtype, query.device
-    return method_id, shapes, scaling, softcap, tuple(learned or ()), sinks is None, dropout, trains
 
 
 class Operand(NamedTuple):
@@ -271,6 +254,7 @@ class ReadyPlan:
         #: whether it asks for keys that were turned before
         self.keeps = getattr(compute, "kept_under", None) is not None
         self._factor_of, self._wide = functools.partial(row_factor, plan.by_length, plan.query.device, plan.wide), plan.wide
+        self.learns = bool(plan.learned)
         self._learns_factor = "temperature" in plan.learned
         self._factor = None if self._learns_factor else self._factor_of(None)
         #: `AttentionPlan.sinks`; None: nothing joins the denominators

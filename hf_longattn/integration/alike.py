@@ -5,70 +5,60 @@ Where a decoded token takes many layers and little arithmetic, each Python call 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..core.kernels.kernel import KernelFailure
 from ..core.tracing import keepable
 from ..slots.learned import learned_parts
 from .forward_context import PASS, LayerCall
 from .masks import MaskContext
-from .state import LayerMethod
 
-#: The layer's learned parts of methods by slot.
-Parts: TypeAlias = Mapping[str, nn.Module]
-#: (module, query, key, value, learned parts, arguments that `attention_forward` does not name) -> what that returns.
-Compute: TypeAlias = Callable[[Any, Tensor, Tensor, Tensor, Parts, dict[str, Any]], tuple[Tensor, Tensor | None]]
+#: (module, query, key, value, arguments that `attention_forward` does not name) -> what that returns.
+Compute: TypeAlias = Callable[[Any, Tensor, Tensor, Tensor, dict[str, Any]], tuple[Tensor, Tensor | None]]
 
 
-def compute_alike(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, named: tuple[Any, ...], more: dict[str, Any]
-) -> tuple[Tensor, Tensor | None] | None:
-    """Compute a layer as the first that was called alike; None: none was, or its kernel failed, and said so.
+def name_of_call(module: Any, query: Tensor, key: Tensor, value: Tensor, *named: Any) -> Hashable:
+    """The name that calls of layers share under one mask if they are alike; None: this one is looked at by itself.
 
     Args:
         named: dropout, scaling, softcap and sliding window.
+    """
+    method = module.__dict__.get("_longattn")
+    if method is None or method.observer is not None or torch.is_grad_enabled() or query.shape[1] != method.heads:
+        return None
+    own = method.method_id, type(module), module.__dict__.get("is_causal"), *learned_parts(module)
+    return own, query.shape, key.shape, value.shape, query.dtype, query.device, named
+
+
+def found_alike(module: Any, mask: Tensor | None, name: Hashable, more: dict[str, Any]) -> Compute | None:
+    """What a layer computes if one was called alike before it in its pass; None: none was.
+
+    Args:
         more: the arguments that `attention_forward` does not name.
     """
-    forward_pass, method = PASS.get(), module.__dict__.get("_longattn")
-    if forward_pass is None or method is None or mask is None or torch.is_grad_enabled():
+    forward_pass = PASS.get()
+    if forward_pass is None or mask is None:
         return None
     context = mask.__dict__.get("_longattn")
-    if context is None or context.forward_pass is not forward_pass or method.observer is not None:
+    if context is None or context.forward_pass is not forward_pass:
         return None
-    learned = learned_parts(module)
-    found = context.alike.get(_name(module, method, query, key, value, learned, named))
-    if found is None or not _same(found[0], more):
+    arguments, compute = context.alike.get(name, (None, None))
+    if arguments is None or not _same(arguments, more):
         return None
     forward_pass.reached.add(module)
-    try:
-        return found[1](module, query, key, value, learned, more)  # type: ignore[no-any-return]
-    except KernelFailure:
-        return None
+    return compute  # type: ignore[no-any-return]
 
 
-def note_alike(
-    layer_call: LayerCall, context: MaskContext, query: Tensor, key: Tensor, value: Tensor, compute: Compute
-) -> None:
+def note_alike(layer_call: LayerCall, context: MaskContext, compute: Compute) -> None:
     """Let layers of the pass that are called alike compute so."""
-    forward_pass, method = layer_call.forward_pass, layer_call.method
-    if forward_pass is None or forward_pass is not context.forward_pass or forward_pass.probed is not None:
+    forward_pass, rows = layer_call.forward_pass, context.rows
+    if layer_call.alike is None or layer_call.weights or rows is None or forward_pass is None:
         return
-    usual = method.observer is None and query.shape[1] == method.heads and not layer_call.weights
-    if usual and not torch.is_grad_enabled() and keepable(query):
-        named = layer_call.dropout, layer_call.scaling, layer_call.softcap, layer_call.sliding_window
-        name = _name(layer_call.module, method, query, key, value, learned_parts(layer_call.module), named)
-        context.alike[name] = layer_call.more, compute
-
-
-def _name(
-    module: Any, method: LayerMethod, query: Tensor, key: Tensor, value: Tensor, learned: Parts, named: tuple[Any, ...]
-) -> Hashable:
-    own = method.method_id, type(module), module.__dict__.get("is_causal"), *learned
-    return own, query.shape, key.shape, value.shape, query.dtype, query.device, named
+    if forward_pass is context.forward_pass and forward_pass.probed is None and keepable(rows.index):
+        context.alike[layer_call.alike] = layer_call.more, compute
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from ..config import NO_METHOD
-from ..core.attend import attend
+from ..core.attend import attend, kept_plan
 from ..core.call import Call
 from ..core.geometry import AttentionLayout
-from ..core.plan import ReadyPlan, plan_key, plans
+from ..core.kernels.kernel import KernelFailure
+from ..core.plan import ReadyPlan
 from ..core.reference import dense_attention
 from ..core.rotated_keys import Keep
 from ..slots.learned import learned_parts
-from .alike import Parts, compute_alike, note_alike
+from .alike import found_alike, name_of_call, note_alike
 from .arguments import HARMLESS, HARMLESS_IN_PAGES, check_arguments
 from .caches import is_paged
 from .engines import ulysses
@@ -53,10 +54,12 @@ def attention_forward(
         output (batch, q_len, heads, head_dim), and attention weights if output_attentions asks for them.
     """
     traced = torch.compiler.is_compiling()
-    if not traced:
-        named = dropout, scaling, softcap, sliding_window
-        if (out := compute_alike(module, query, key, value, attention_mask, named, kwargs)) is not None:
-            return out
+    name = None if traced else name_of_call(module, query, key, value, dropout, scaling, softcap, sliding_window)
+    if name is not None and (compute := found_alike(module, attention_mask, name, kwargs)) is not None:
+        try:
+            return compute(module, query, key, value, kwargs)
+        except KernelFailure:  # which said so: another kernel is chosen
+            pass
     forward_pass, method, positions = find_pass(module, attention_mask, kwargs.get("position_ids"), traced)
     weights = bool(kwargs.get("output_attentions")) or (forward_pass is not None and forward_pass.weights)
     layer_call = LayerCall(
@@ -73,6 +76,7 @@ def attention_forward(
         softcap=softcap,
         sliding_window=sliding_window,
         more=kwargs,
+        alike=name,
     )
     paged = is_paged(kwargs)
     exchanged = attention_mask is None and not paged and ulysses.is_exchanged(layer_call, query, key)
@@ -88,11 +92,12 @@ def attention_forward(
     context = None
     if method.config is not None and not _keeps_own_mask(layer_call, attention_mask):
         context = rows_under(attention_mask, layer_call)
-    if context is None or _changes_nothing(layer_call, context):
-        compute = unmodified(layer_call, query, key, attention_mask, None if context is None else context.base)
-        if context is not None and not traced:
-            note_alike(layer_call, context, query, key, value, compute)
-        return compute(module, query, key, value, {}, kwargs)
+    if context is None:
+        return unmodified(layer_call, query, key, attention_mask)(module, query, key, value, kwargs)
+    if context.base is not None and _changes_nothing(layer_call, context):
+        compute = unmodified(layer_call, query, key, context.base.mask(query.device), context.base)
+        note_alike(layer_call, context, compute)
+        return compute(module, query, key, value, kwargs)
     assert context.rows is not None
     return _attend(layer_call, query, key, value, context.rows, context)
 
@@ -111,7 +116,7 @@ def _keeps_own_mask(layer_call: LayerCall, mask: Tensor | None) -> bool:
 
 def _changes_nothing(layer_call: LayerCall, context: MaskContext) -> bool:
     """Tell whether the model's own attention computes a layer: its method changes nothing in the longest text of the pass."""
-    if context.base is None or layer_call.weights:
+    if layer_call.weights:
         return False
     forward_pass, method = layer_call.forward_pass, layer_call.method
     if forward_pass is not None and forward_pass.axes is not None:
@@ -160,10 +165,8 @@ def _attend(
     out, weights = dense_attention(call) if layer_call.weights else (attend(call), None)
     if method.observer is not None:
         method.observer(call, out)
-    if context is not None and method_id is not None and not (layer_call.weights or layer_call.dropout):
-        plan = plans(rows).get(plan_key(method_id, query, key, value, scaling, layer_call.softcap, learned, sinks))
-        if plan is not None:
-            note_alike(layer_call, context, query, key, value, functools.partial(_run, plan, layer_call.forward_pass))
+    if context is not None and layer_call.alike is not None and (plan := kept_plan(call)) is not None:
+        note_alike(layer_call, context, functools.partial(_run, plan, layer_call.forward_pass))
     return out.transpose(1, 2).contiguous(), weights
 
 
@@ -174,10 +177,10 @@ def _run(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    learned: Parts,
     more: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """Compute another layer under the plan of one that was called alike."""
+    learned = learned_parts(module) if plan.learns else None
     keep = _keep(module, forward_pass, query.shape[2]) if plan.keeps else None
     return plan.run(query, key, value, learned, more.get("s_aux"), keep).transpose(1, 2).contiguous(), None
 

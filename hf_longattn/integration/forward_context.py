@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -143,6 +143,7 @@ class LayerCall(NamedTuple):
     softcap: float | None
     sliding_window: int | None
     more: dict[str, Any]
+    alike: Hashable = None  # see `alike.name_of_call`
 
     @property
     def kept(self) -> dict[Any, Any]:

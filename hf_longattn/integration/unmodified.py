@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..core.kernels.kernel import FEW_QUERIES
 from ..core.kernels.sdpa import few_queries
-from .alike import Compute, Parts
+from .alike import Compute
 from .base_attention import BaseAttention, attention_function, base_implementation
 from .config_records import before
 from .forward_context import LayerCall
@@ -24,13 +24,13 @@ def unmodified(
     """The unmodified attention, as layers that are called alike compute it.
 
     Args:
-        mask: the one that the layer got.
-        base: of a layer with a method, the attention of before, with its own mask; None: the layer is left alone.
+        mask: the one that `base` takes; without it, the one that the layer got.
+        base: of a layer with a method, the attention of before; None: the layer is left alone.
     """
     if base is None:
         function, mask = _left_alone(layer_call, query, key, mask)
     else:
-        function, mask = base.function(layer_call.module), base.mask(query.device)
+        function = base.function(layer_call.module)
     if function is sdpa_attention_forward and are_few(layer_call, query, key, mask):
         if mask is not None and mask.shape[2] > 1:
             mask = mask.repeat(1, 1, query.shape[1] // key.shape[1], 1)
@@ -42,7 +42,7 @@ def unmodified(
 
 
 def _few(
-    mask: Tensor | None, scaling: float | None, _: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any
+    mask: Tensor | None, scaling: float | None, _: Any, query: Tensor, key: Tensor, value: Tensor, __: Any
 ) -> tuple[Tensor, Tensor | None]:
     return few_queries(query, key, value, mask, scaling), None
 
@@ -56,7 +56,6 @@ def _by(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    _: Parts,
     more: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """One of Transformers' attention functions."""
