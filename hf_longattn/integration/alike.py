@@ -27,7 +27,7 @@ def name_of_call(module: Any, query: Tensor, key: Tensor, value: Tensor, *named:
         named: dropout, scaling, softcap and sliding window.
     """
     method = module.__dict__.get("_longattn")
-    if method is None or method.observer is not None or torch.is_grad_enabled() or query.shape[1] != method.heads:
+    if method is None or method.observer is not None or torch.is_grad_enabled():
         return None
     own = method.method_id, type(module), module.__dict__.get("is_causal"), *learned_parts(module)
     return own, query.shape, key.shape, value.shape, query.dtype, query.device, named
@@ -62,6 +62,8 @@ def note_alike(layer_call: LayerCall, context: MaskContext, compute: Compute) ->
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Tell whether two calls got the same arguments, but for their layers' sinks."""
-    others = [name for name, x in one.items() if x is not other.get(name) and name != "s_aux"]
+    """Tell whether two calls got the same arguments, but for the sinks, which are each layer's own, or None for both."""
+    others = [name for name, x in one.items() if x is not other.get(name)]
+    if others == ["s_aux"] and one["s_aux"] is not None and other.get("s_aux") is not None:
+        others = []
     return not others and one.keys() == other.keys()

@@ -140,7 +140,8 @@ def _attend(
     method, sinks, traced = layer_call.method, layer_call.more.get("s_aux"), layer_call.traced
     config, learned = method.config or NO_METHOD, learned_parts(layer_call.module)
     scaling = query.shape[-1] ** -0.5 if layer_call.scaling is None else layer_call.scaling
-    if query.shape[1] != method.heads and (sinks is not None or any(m.head_dependent for m in config.methods)):
+    in_part = query.shape[1] != method.heads and (sinks is not None or any(m.head_dependent for m in config.methods))
+    if in_part:
         config, learned, own = of_these_heads(layer_call.module, query.shape[1], method.heads, config, learned)
         sinks = own(sinks) if sinks is not None and sinks.shape[0] == method.heads else sinks
     method_id = None if traced or config is not method.config else method.method_id
@@ -165,7 +166,7 @@ def _attend(
     out, weights = dense_attention(call) if layer_call.weights else (attend(call), None)
     if method.observer is not None:
         method.observer(call, out)
-    if context is not None and layer_call.alike is not None and (plan := kept_plan(call)) is not None:
+    if context is not None and layer_call.alike is not None and not in_part and (plan := kept_plan(call)) is not None:
         note_alike(layer_call, context, functools.partial(_run, plan, layer_call.forward_pass))
     return out.transpose(1, 2).contiguous(), weights
 

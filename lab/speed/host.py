@@ -45,18 +45,19 @@ ACTING = {
 
 
 def step(config: LongAttnConfig | None) -> Call:
-    """A token after LENGTH of them, by a model under a method, or under sdpa."""
+    """A token after LENGTH of them, by a model under a method, or under sdpa, called as generate() calls it."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(LlamaConfig(**TINY), attn_implementation="sdpa").eval()
     if config is not None:
         hf_longattn.apply(model, config)
     cache, ids = DynamicCache(config=model.config), torch.randint(64, (1, LENGTH))
-    with torch.no_grad():
+    given = {"attention_mask": torch.ones(1, LENGTH + 1, dtype=torch.int64), "position_ids": torch.tensor([[LENGTH]])}
+    with torch.inference_mode():
         model(ids, **{CACHE: cache})
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def run() -> None:
-        model(ids[:, :1], **{CACHE: cache})
+        model(ids[:, :1], **{CACHE: cache}, **given, logits_to_keep=1)
         cache.crop(-1)
 
     return run

@@ -77,6 +77,8 @@ def test_layers_with_sinks_of_their_own_are_alike(found_out: list[int]) -> None:
         layer_types=["full_attention"] * LAYERS,
     )
     assert finders(hf_longattn.apply(m, CASES["rerope"]), found_out) == [0]
+    attention(m)[1].sinks = None
+    assert finders(m, found_out) == [0, 1, 2]  # the last one noted is compared
 
 
 def test_layers_with_other_numbers_are_others(found_out: list[int]) -> None:
