@@ -28,7 +28,7 @@ from .model_facts import own_temperature
 from .names import is_longattn_name, name_for
 from .offload import is_empty
 from .parameters import attach
-from .saved_method import mark_unsaved, method_in, record_in_adapters
+from .saved_method import copy_learned, mark_unsaved, method_in, record_in_adapters
 from .state import LayerMethod, is_settled, method_of, set_method
 from .trained_length import GIVEN, Trained, published, recorded
 
@@ -121,8 +121,8 @@ def _warn_of_less(known: LongAttnConfig, now: LongAttnConfig, says: int) -> None
     )
 
 
-def _unsaved(view: View) -> set[LearnedParts]:
-    """The learned parts of a model that no adapter saves."""
+def _plain_parts(view: View) -> set[LearnedParts]:
+    """The learned parts of a model of which no adapter has copies."""
     return {part for x in view.layers if isinstance(part := container_of(x.module), LearnedParts)}
 
 
@@ -130,17 +130,17 @@ def _unsaved(view: View) -> set[LearnedParts]:
 def change(model: nn.Module, waits: bool = False) -> Iterator[View]:
     """A transaction, after which adapters know what the model runs, and the user what harms untrained weights."""
     with transaction(model, waits) as view:
-        known, had = view.running, _unsaved(view)
+        known, had = view.running, _plain_parts(view)
         yield view
         if view.running != known:
             refuse_while_batching(view.model)
         announce_running(view)
         record_in_adapters(view, view.running)
-        unsaved = _unsaved(view)
-        if mark_unsaved(view, has_parts=bool(unsaved), came_now=bool(unsaved - had)):
+        copy_learned(view)
+        if mark_unsaved(view, came_now=bool(_plain_parts(view) - had)):
             warn(
-                "the method's learned parameters came after the adapter, which cannot save them: apply the method first, "
-                "then make the adapter (LoRA or IA3; prompts save none)",
+                "the method's learned parameters came after the adapter, whose kind cannot save them then: apply the method "
+                "first, then make the adapter, or take LoRA or IA3",
             )
         warn_untrained(view, view.running, known)
         release(view)

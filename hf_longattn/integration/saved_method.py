@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..config import PREFIX, LongAttnConfig
 from ..files import read_json
-from ..slots.learned import LearnedParts, learned_parts
+from ..slots.learned import LearnedParts, container_of, learned_parts
 from . import rope
 from .internals import commit_of, get_implementation
 from .layers import View
@@ -124,17 +124,74 @@ _REFUSED_KINDS = {
 }
 
 
-def mark_unsaved(view: View, has_parts: bool, came_now: bool) -> bool:
-    """Note in a model's adapters whether learned parts came after them, which they cannot save; returns whether some did now.
+def copy_learned(view: View) -> None:
+    """Give each adapter that PEFT notes on a model its copies of the method's learned parts, where it has none: they came
+    after the adapter, or the adapter while the method was away.
+
+    Raises:
+        ValueError: as `with_learned`; or several of these adapters are active.
+    """
+    parts = [part for x in view.layers if (part := container_of(x.module)) is not None]
+    configs = {
+        name: adapter
+        for name, adapter in (vars(view.model).get("peft_config") or {}).items()
+        if record_of(adapter) and hasattr(adapter, "modules_to_save")
+    }
+    new = [name for name in configs if any(name not in getattr(part, "modules_to_save", ()) for part in parts)]
+    if not new:
+        return
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    tuner: Any = next((x for x in view.modules if isinstance(x, BaseTunerLayer)), None)
+    active = [] if tuner is None else [name for name in tuner.active_adapters if name in configs]
+    if len(active) > 1:
+        raise ValueError(
+            f"the adapters {', '.join(active)} are active together, and each has learned parameters of the method of its own: "
+            "set_adapter(...) one of them first"
+        )
+    kept = {name: with_learned(view.model, configs[name].modules_to_save) for name in new}
+    for name, names in kept.items():
+        configs[name].modules_to_save = names or None
+        own = tuple(x for x in names if x.rpartition(".")[2] == LEARNED)
+        for layer in view.layers:
+            part = container_of(layer.module)
+            if part is None or not own or not f"{layer.name}.{LEARNED}".endswith(own):
+                continue
+            wrapper: Any = part
+            if isinstance(part, LearnedParts):
+                wrapper = ModulesToSaveWrapper(part, name)
+                wrapper.set_adapter([])
+                setattr(layer.module, LEARNED, wrapper)
+            wrapper.update(name)
+            if name in active:
+                wrapper.set_adapter(name, inference_mode=configs[name].inference_mode)
+            if tuner is not None and tuner.disable_adapters:
+                wrapper.enable_adapters(False)
+
+
+def mark_unsaved(view: View, came_now: bool) -> bool:
+    """Note in a model's adapters whether they lack the method's learned parts, which `copy_learned` cannot give to prompts
+    and to kinds without modules_to_save; returns whether some lack them now.
 
     Args:
-        has_parts: whether the model has learned parts that no adapter saves.
-        came_now: whether some of them have just come.
+        came_now: whether some of these parts have just come.
+
+    Raises:
+        ValueError: as `with_learned`.
     """
+    learned, now = has_learned(view.model), False
     for adapter in view.adapters:
-        if (known := record_of(adapter)) and (came_now or not has_parts):
-            set_record(adapter, known | {"unsaved": came_now})
-    return came_now and bool(view.adapters)
+        if not (known := record_of(adapter)):
+            continue
+        if hasattr(adapter, "modules_to_save"):
+            lacks = learned and with_learned(view.model, adapter.modules_to_save) != sorted(adapter.modules_to_save or ())
+        else:  # saved with a base that has the method, unless they came anew
+            lacks = learned and (came_now or known.get("unsaved", False) or not known["base_has_method"])
+        if lacks != known.get("unsaved", False):
+            now |= lacks
+            set_record(adapter, known | {"unsaved": lacks})
+    return now
 
 
 def refuse_kind(adapter: Any, method: LongAttnConfig) -> None:

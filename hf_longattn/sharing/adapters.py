@@ -56,9 +56,9 @@ def _save_config(original: Any, self: PeftConfigMixin, save_directory: str, **kw
     known, folder = record_of(self), Path(save_directory)
     if known.get("unsaved") and (method := method_in(known)) is not None:
         raise ValueError(
-            f"the learned parameters of {method.name} came after this adapter and are not in it, so that what is saved "
-            "could not be loaded: save the whole model (merge_and_unload, then hf_longattn.save), or make the adapter after "
-            "the method"
+            f"the learned parameters of {method.name} came, or came back, after this adapter and are not in it, so that what "
+            "is saved could not be loaded: save the whole model (merge_and_unload, then hf_longattn.save), or make the "
+            "adapter while the model runs the method"
         )
     original(self, save_directory, **kwargs)
     if known:

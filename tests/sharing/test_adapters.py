@@ -444,16 +444,93 @@ def test_adapters_follow_the_method(bases: dict[str, Path], tmp_path: Path) -> N
     close(logits(peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "updated")), want, 1e-6)
     m.set_attn_implementation("longattn")
     assert LongAttnConfig.parse(record_of(m.peft_config["default"])["longattn"]).logit_map.tau == 40.0
-    with pytest.warns(UserWarning, match="learned parameters came after the adapter"):
-        hf_longattn.apply(m, METHODS["learned"])
-    with pytest.raises(ValueError, match=r"came after this adapter and are not in it.*merge_and_unload"):
-        m.save_pretrained(tmp_path / "unsaved")
+    hf_longattn.apply(m, METHODS["learned"])
     with pytest.warns(UserWarning, match="dropping"):
         hf_longattn.remove(disturbed(m, only=".longattn."))
     m.save_pretrained(tmp_path / "removed")  # a plain adapter
     saved = json.loads((tmp_path / "removed" / "adapter_config.json").read_text())
     assert (saved["peft_type"], saved["modules_to_save"]) == ("LORA", None)
     assert "longattn" not in saved
+
+
+def switched(model: Any, config: LongAttnConfig | None) -> Any:
+    """The model under a method, or under the attention that it had, while its learned parameters stay."""
+    if config is not None:
+        return hf_longattn.apply(model, config)
+    (model.get_base_model() if isinstance(model, peft.PeftModel) else model).set_attn_implementation("sdpa")
+    return model
+
+
+@pytest.mark.parametrize("case", ["beside", "active", "first", "late", "again", "of transformers"])
+def test_an_adapter_gets_its_copies_of_learned_parameters_that_come_after_it(
+    case: str, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    base, config, name = bases["llama"], METHODS["learned"], "default"
+    model = AutoModelForCausalLM.from_pretrained(base)
+    if case in ("beside", "active", "of transformers"):
+        name, model = "other", switched(peft.get_peft_model(hf_longattn.apply(model, config), lora()), None)
+        if case == "of transformers":
+            needs_adapters_of_transformers()
+            model = model.get_base_model()
+        model.add_adapter(*(("other", lora()) if case != "of transformers" else (lora(), "other")))
+        model.set_adapter("default" if case == "beside" else "other")
+    elif case == "first":
+        base = tmp_path / "base"
+        hf_longattn.apply(model, config).save_pretrained(base)
+        model = peft.get_peft_model(switched(AutoModelForCausalLM.from_pretrained(base), None), lora())
+    else:
+        model = peft.get_peft_model(model, lora())
+        if case == "again":
+            hf_longattn.remove(hf_longattn.apply(model, config))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        switched(model, config)
+    model.set_adapter(name)
+    trained = [key for key, x in model.named_parameters() if x.requires_grad]
+    assert all(f".{name}." in key for key in trained)
+    assert any(".longattn." in key for key in trained)
+    want = logits(disturbed(model, only=f".longattn.modules_to_save.{name}."))
+    model.save_pretrained(tmp_path / "saved")
+    folder = tmp_path / "saved" / ("" if case in ("first", "late", "again", "of transformers") else name)
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
+    close(logits(loaded), want, 1e-6)
+
+
+@pytest.mark.parametrize("case", ["beside", "first", "late"])
+def test_prompts_that_lack_learned_parameters_are_not_saved(case: str, bases: dict[str, Path], tmp_path: Path) -> None:
+    def prompts() -> Any:
+        return peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+
+    config, model = METHODS["learned"], AutoModelForCausalLM.from_pretrained(bases["llama"])
+    if case != "late":
+        hf_longattn.apply(model, config)
+    if case == "beside":
+        model = peft.get_peft_model(model, prompts())
+        model.save_pretrained(tmp_path / "whole")
+        switched(model, None).add_adapter("other", prompts())
+    else:
+        if case == "first":
+            hf_longattn.save(model, tmp_path / "base")
+            model = switched(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), None)
+        model = peft.get_peft_model(model, prompts())
+    with pytest.warns(UserWarning, match="learned parameters came after the adapter"):
+        hf_longattn.apply(model, config)
+    with pytest.raises(ValueError, match=r"came back, after this adapter and are not in it.*while the model runs"):
+        model.save_pretrained(tmp_path / "lacking")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what was trained
+        hf_longattn.remove(model)
+    model.save_pretrained(tmp_path / "removed")
+
+
+def test_two_active_adapters_cannot_both_get_learned_parameters(bases: dict[str, Path]) -> None:
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(bases["llama"]), lora())
+    model.add_adapter("other", lora())
+    model.base_model.set_adapter(["default", "other"])
+    with pytest.raises(ValueError, match=r"default, other are active together.*set_adapter"):
+        hf_longattn.apply(model, METHODS["learned"])
+    assert hf_longattn.describe(model).config is None
+    assert not any("longattn" in key for key in model.state_dict())
 
 
 @pytest.mark.slow
@@ -787,10 +864,8 @@ def test_a_config_of_another_package_that_copies_itself_keeps_the_method(
     assert hf_longattn.get_config(loaded) == hf_longattn.get_config(model)
     loaded.load_adapter(where, "second")
     assert record_of(loaded.peft_config["second"]) == record_of(model.peft_config[name])
-    with pytest.warns(UserWarning, match="learned parameters came after the adapter"):
-        hf_longattn.apply(model, METHODS["learned"])
-    with pytest.raises(ValueError, match="came after this adapter and are not in it"):
-        model.save_pretrained(tmp_path / "late")
+    hf_longattn.apply(model, METHODS["learned"])
+    assert record_of(model.peft_config[name])["longattn"] == hf_longattn.get_config(model).to_dict()
     plain = AutoModelForCausalLM.from_pretrained(bases["llama"])
     new = peft.get_peft_model(plain, OtherLoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     assert not record_of(new.peft_config["default"])
