@@ -33,7 +33,7 @@ from .parameters import initialise
 from .patch import Patch
 from .resume import train
 from .saved_method import differs_by_layer
-from .shared import note_built, own_configs
+from .shared import copy_configs, note_built
 from .token_axes import carry_token_axes
 
 #: What a composite config calls its language model's, and callers therefore also that of a model of text alone.
@@ -279,8 +279,8 @@ def _post_init(original: Callable[..., None], self: PreTrainedModel) -> None:
     for c in view.configs:
         if is_longattn_name(get_implementation(c)):
             remember(view, c)
-    taken = any(isinstance(raw_section(c), LongAttnConfig) for c in view.configs)  # by a model that runs a method
-    if taken and own_configs(view):
+    if any(isinstance(raw_section(c), LongAttnConfig) for c in view.configs):  # of a model that runs a method, or a copy of it
+        copy_configs(view)
         view = View(self)
     note_built(self)
     prepare(view)  # first: learned parts must exist before weights are initialised or loaded

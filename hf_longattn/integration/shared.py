@@ -93,10 +93,16 @@ def own_configs(view: View) -> bool:
     shared = {id(vars(m).get("config")) for inside in others for m in inside}
     if shared.isdisjoint(map(id, mine)):
         return False
+    copy_configs(view)
+    return True
+
+
+def copy_configs(view: View) -> None:
+    """Give a model copies of its configs in their place."""
+    mine = view.configs
     memo: dict[int, Any] = {}
     copies = {id(c): copy.deepcopy(c, memo) for c in mine}
     for c in mine:  # layers' methods know their config by identity
         vars(copies[id(c)])["_longattn"] = record_in(c)
-    for module in modules:
+    for module in view.modules:
         vars(module).update({k: copies[id(v)] for k, v in vars(module).items() if id(v) in copies})
-    return True
