@@ -61,7 +61,11 @@ class Heads:
     mean: Callable[[Any], Any]
 
     def own(self, values: Any) -> Any:
-        """The part of a sequence or tensor that belongs to these heads; it may hold less than one entry for each head."""
+        """The part of a sequence or tensor that belongs to these heads; it may hold less than one entry for each head, or be
+        one number for all.
+        """
+        if getattr(values, "ndim", 1) == 0:
+            return values
         size = len(values)
         return values[self.first * size // self.of : -(-(self.first + self.count) * size // self.of)]
 

@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from cases import CASES
@@ -29,6 +29,8 @@ from typer.testing import CliRunner
 import hf_longattn
 from hf_longattn.integration.dispatch import attention_forward
 from hf_longattn.integration.engines import ulysses
+from hf_longattn.slots.base import LengthTemperature
+from hf_longattn.slots.method import ModelFacts
 
 RANKS = 2
 #: One case of each method, those with parameters per head where there is one.
@@ -44,6 +46,40 @@ SAVED = ("scale_invariant", "logn_learned", "output_layer_norm", "rerope")
 SHARDED = (*SAVED, "alibi")
 
 
+class Shared(torch.nn.Module):
+    """A learned number that all heads share, used as it is or by way of `own`, and a network of it."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.whole, self.scale, self.inner = whole, torch.nn.Parameter(torch.tensor(1.2)), torch.nn.Linear(1, 1)
+
+    def forward(self, factor: Tensor, own: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+        scale = self.scale if self.whole else own(self.scale)
+        return factor * (scale + self.inner(scale[None]))
+
+
+@hf_longattn.register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedFactor(LengthTemperature):
+    """Root of the length, times a learned number."""
+
+    name: ClassVar[str] = "shared_factor"
+    whole: bool = True
+
+    def formula(self, n: Tensor, head_dim: int, train_length: int) -> Tensor:
+        return (n / train_length).sqrt()
+
+    def module(self, facts: ModelFacts) -> torch.nn.Module:
+        return Shared(self.whole)
+
+
+#: Methods of one's own with parameters that no head has for itself.
+OWN = {
+    f"shared_{whole}": hf_longattn.LongAttnConfig.preset("shared_factor", train_length=5, whole=whole)
+    for whole in (True, False)
+}
+
+
 def made(case: str, family: str = "llama") -> PreTrainedModel:
     """A tiny model under a case, with learned factors that differ."""
     torch.manual_seed(0)
@@ -53,12 +89,12 @@ def made(case: str, family: str = "llama") -> PreTrainedModel:
         for layer in m.model.layers:
             layer.self_attn.sinks.data.copy_(torch.linspace(-1, 2, layer.self_attn.sinks.numel()))
         return m
-    m = fresh(family, CASES[case])
+    m = fresh(family, (CASES | OWN)[case])
     torch.manual_seed(0)
     m.resize_token_embeddings(98, mean_resizing=False)  # older releases split the vocabulary, evenly
     for name, parameter in m.named_parameters():
         if ".longattn." in name:
-            parameter.data.copy_(torch.linspace(0.5, 1.5, parameter.numel()))
+            parameter.data.copy_(torch.linspace(0.5, 1.5, parameter.numel()).view_as(parameter))
     return m
 
 
@@ -82,7 +118,7 @@ def gradients(m: torch.nn.Module) -> dict[str, Tensor]:
 
 def tensor_parallel(out: Path) -> dict[str, Any]:
     results = {}
-    for case in SPLIT:
+    for case in (*SPLIT, *OWN):
         m = AutoModelForCausalLM.from_pretrained(out / case, tp_plan="auto").train()
         logits, _ = step(m, input_ids=tokens())
         results[case] = {"logits": logits, "gradients": gradients(m)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,11 +23,28 @@ def of_these_heads(
     """A layer's config and learned parts as this process's `count` of `of` heads use them, and their part of a parameter."""
     rank, group, alone = _split_by(module, count, of)
     heads = Heads(rank * count, count, of, _mean_over(group))
+    config = _config(config, heads)
+    if not (alone and torch.is_grad_enabled()):
+        return config, {slot: functools.partial(part, own=heads.own) for slot, part in learned.items()}, heads.own
 
-    def own(parameter: Tensor) -> Tensor:
-        return heads.own(_SumGradients.apply(parameter, group) if alone else parameter)  # type: ignore[no-untyped-call]
+    def summed(parameter: Tensor) -> Tensor:
+        return _SumGradients.apply(parameter, group)  # type: ignore[no-any-return, no-untyped-call]
 
-    return _config(config, heads), {slot: functools.partial(part, own=own) for slot, part in learned.items()}, own
+    parts = {slot: _Part(part, heads.own, summed) for slot, part in learned.items()}
+    return config, parts, lambda parameter: heads.own(summed(parameter))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A learned part in training: every parameter gets the gradients of all heads, also one that they share."""
+
+    func: nn.Module  # as a partial calls it
+    own: Callable[[Tensor], Tensor]
+    summed: Callable[[Tensor], Tensor]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        parameters = {name: self.summed(x) for name, x in self.func.named_parameters() if x.requires_grad}
+        return torch.func.functional_call(self.func, parameters, args, kwargs | {"own": self.own})
 
 
 _config: Callable[[LongAttnConfig, Heads], LongAttnConfig] = functools.lru_cache(maxsize=1024)(LongAttnConfig.for_heads)
