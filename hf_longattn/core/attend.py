@@ -128,7 +128,7 @@ def plan_of(call: Call) -> ReadyPlan:
     Raises:
         ValueError: the backend asked for cannot be exact.
     """
-    if not shareable(call.query) or call.strength is not None:
+    if not shareable(call.query) or call.strength is not None or "logit_map" in (call.learned or ()):  # tables of one layer
         return chosen(lower(call))
     name, made = _name(call), plans(call.rows)
     if (own := made.get(name)) is None:

@@ -30,7 +30,12 @@ def lower(call: Call) -> AttentionPlan:
     if (logit_map := config.logit_map) is not None:
         length = table_length(call.rows, call.kv_len)
         gain, bias = distance_tables(logit_map, query.shape[1], length, query, call.table_cache, call.strength)
-        logits = LogitSpec(logits.scaling, call.softcap, gain, bias, sinks=logit_map.sink_tokens)
+        if call.learned is not None and "logit_map" in call.learned:
+            with torch.autocast(query.device.type, enabled=False):
+                own = call.learned["logit_map"](gain, bias)
+            gain, bias = own[0].to(gain), own[1].to(bias).clamp(min=MASK_VALUE)
+        learns = gain.requires_grad or bias.requires_grad
+        logits = LogitSpec(logits.scaling, call.softcap, gain, bias, sinks=logit_map.sink_tokens, learns=learns)
     made, score, temperature = segments(call), config.score, config.temperature
     by_length, temper = None, None
     polynomial: tuple[float, ...] = ()

@@ -1,4 +1,5 @@
-"""An attention plan: what the layers of a pass compute, as kernels know it; no method, no config, no tensor of a layer.
+"""An attention plan: what the layers of a pass compute, as kernels know it; no method, no config, and no tensor of a layer
+but the tables that a logit map has learned there.
 
     L_ij = row_i gain_t C(scaling q_i . k_j) + bias_t,    out_i = softmax_j(L_ij) v_j,    t = |position_i - position_j|
 
@@ -64,6 +65,7 @@ class LogitSpec:
         gain, bias: (heads or 1, length) by distance; both or neither; length must exceed every distance.
         row_scale, bias_scale: x and y, (batch, heads, q_len), differentiable; None is 1.
         sinks: the keys at the first positions of a sequence that have gain 1 and bias 0.
+        learns: gain and bias are differentiable, too.
         polynomials: gain and bias as polynomials of the distance, as `triton._fits` makes them; None: they are looked up.
     """
 
@@ -74,6 +76,7 @@ class LogitSpec:
     row_scale: Tensor | None = None
     bias_scale: Tensor | None = None
     sinks: int = 0
+    learns: bool = False
     polynomials: Tensor | None = None
     # init=False: `dataclasses.replace` begins with none, since a score of its own has another scaling in each layer
     _sharpened: dict[float, LogitSpec] = field(default_factory=dict, init=False, repr=False)

@@ -66,8 +66,11 @@ def _dense(call: Call) -> tuple[Tensor, Tensor]:
     if config.logit_map is not None:
         t = rows.distance(kv_len)
         length = int(t.max()) + 1 if readable(t) and t.numel() else kv_len + t.shape[1]
-        tables = config.logit_map.checked_tables(heads, length, t.device)
-        gain, bias = (sent(x[:, t].transpose(0, 1).to(compute), device) for x in tables)
+        tables = tuple(sent(x.to(compute), device) for x in config.logit_map.checked_tables(heads, length, t.device))
+        if "logit_map" in learned:
+            tables = learned["logit_map"](*tables)
+        t = sent(t, device)
+        gain, bias = (x[:, t].transpose(0, 1).to(compute) for x in tables)
         sinks = rows.sinks(kv_len, config.logit_map.sink_tokens)[:, None].to(device)
         logits = torch.where(sinks, logits, gain * logits + bias)
     visible = rows.visible(kv_len).to(device)

@@ -434,6 +434,7 @@ class LogitMap(Method, ABC):
     """L_ij = gain_t S_ij + bias_t at the distance t = |i - j|."""
 
     slot: ClassVar[str] = "logit_map"
+    learns: ClassVar[bool] = True
 
     sink_tokens: int = 0
     """The first keys of each sequence that the map leaves alone."""
@@ -465,10 +466,14 @@ class LogitMap(Method, ABC):
     def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
         length = 1 << 12  # functions of the distance fail late: roots and logarithms of what is left, buckets
         tables = self.tables(facts.num_heads, length, torch.device("cpu"))
-        for name, table in zip(("gain", "bias"), tables, strict=True):
-            heads = 1 if len(table) == 1 else facts.num_heads
-            yield f"tables, {name}", table, torch.ones(heads, length, dtype=torch.float64, device="cpu")
-        check_head_dependent(self, "tables() has a row for each head", any(len(table) > 1 for table in tables))
+        ways = {"tables": tables}
+        if (part := made(self, facts)) is not None:
+            ways["its module"] = part(*tables, own=lambda parameter: parameter)
+        for way, found in ways.items():
+            for name, table in zip(("gain", "bias"), found, strict=True):
+                heads = 1 if len(table) == 1 else facts.num_heads
+                yield f"{way}, {name}", table, torch.ones(heads, length, dtype=torch.float64, device="cpu")
+            check_head_dependent(self, f"{way} has a row for each head", any(len(table) > 1 for table in found))
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,8 @@ def check_part(part: Any, method: Method, what: str) -> None:
     """
     if not method.learns:
         raise ValueError(
-            f"{what} would never be called, and learn nothing: among the base classes LengthTemperature, Sink and OutputNorm "
-            "alone have learned parameters"
+            f"{what} would never be called, and learn nothing: among the base classes LengthTemperature, LogitMap, Sink and "
+            "OutputNorm alone have learned parameters"
         )
     if not isinstance(part, nn.Module):
         raise ValueError(f"{what} must be a torch.nn.Module, got {type(part).__name__}")

@@ -167,8 +167,8 @@ class Method:
         return any(isinstance(getattr(self, name), tuple) for name in (*self.by_head, *self.by_layer))
 
     def module(self, facts: ModelFacts) -> nn.Module | None:
-        """The method's learned parameters, or None: of a temperature a module from factor to factor, of a sink from logits to
-        logits, of an output norm whatever its `normalise` takes.
+        """The method's learned parameters, or None: of a temperature a module from factor to factor, of a logit map from its
+        tables to others, of a sink from logits to logits, of an output norm whatever its `normalise` takes.
         """
         return None
 

@@ -67,6 +67,20 @@ def test_tiled(geometry: str, options: str, blocks: int, sizes: Callable[..., No
     check(tiled_attention, geometry, options, 1)
 
 
+LEARNED_TABLES = ("tables", "sinks", "row factors", "everything")
+
+
+@pytest.mark.parametrize("columns", [3, 19])
+@pytest.mark.parametrize("options", LEARNED_TABLES)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_gradients_of_tables(geometry: str, options: str, columns: int, sizes: Callable[..., None]) -> None:
+    """In one block, and in tiles of few columns."""
+    sizes(**({"BLOCK_ELEMENTS": 8, "TILE_COLUMNS": 3, "WHOLE_COLUMNS": 2} if columns == 3 else {}))
+    learned = functools.partial(tiled_attention, learns=True)
+    check(lambda **kw: learned(**kw, with_lse=True, with_entropy=True), geometry, options, 3, tables=("gain", "bias"))
+    check(learned, geometry, options, 1, tables=("gain", "bias"))
+
+
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_blocks_are_cut_where_rows_are_long(geometry: str, sizes: Callable[..., None]) -> None:
     q_len, kv_len, rows = GEOMETRIES[geometry]
@@ -398,7 +412,8 @@ def test_opcheck() -> None:
     ids = torch.arange(query.shape[2])[None] * 2, torch.arange(key.shape[2])[None] * 2
     for outputs, places in (((True, True), (None, None)), ((False, False), ids)):
         rows = AttentionLayout(GEOMETRIES["packed"][2].index, None, *places)
-        spec = LogitSpec(0.7, 1.1, fixed["gain"], fixed["bias"], row_scale, bias_scale, 2)
+        tables = (fixed[name].requires_grad_() for name in ("gain", "bias"))
+        spec = LogitSpec(0.7, 1.1, *tables, row_scale, bias_scale, 2, learns=True)
         call = KernelCall(query, key, value, rows, spec, 0.0, None, *outputs)
         torch.library.opcheck(torch.ops.hf_longattn.tiled.default, tuple(operators.flatten(call)))
 

@@ -183,13 +183,15 @@ def by_options(kernel: Kernel) -> Kernel:
     return call
 
 
-def check(kernel: Kernel, geometry: str, options: str, outputs: int, backward: bool = True) -> None:
-    """Outputs and, weighting all outputs at random, the gradients of every differentiable input."""
+def check(
+    kernel: Kernel, geometry: str, options: str, outputs: int, backward: bool = True, tables: tuple[str, ...] = ()
+) -> None:
+    """Outputs and, weighting all outputs at random, the gradients of every differentiable input, with those of `tables`."""
     q_len, kv_len, rows = GEOMETRIES[geometry]
     tensors = inputs(q=q_len, k=kv_len)
     fixed = arguments(OPTIONS[options], tensors[0])
     leaves = {"query": tensors[0], "key": tensors[1], "value": tensors[2]}
-    leaves |= {name: fixed.pop(name) for name in ("row_scale", "bias_scale") if name in fixed}
+    leaves |= {name: fixed.pop(name) for name in ("row_scale", "bias_scale", *tables) if name in fixed}
 
     def run(function: Kernel) -> tuple[list[Tensor], tuple[Tensor, ...]]:
         taped = {name: x.clone().requires_grad_(backward) for name, x in leaves.items()}

@@ -13,11 +13,12 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from cases import CASES
 from helpers import fresh, tokens, with_sinks
+from own_methods import METHODS, Kerple, SharedFactor
 from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
@@ -27,10 +28,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typer.testing import CliRunner
 
 import hf_longattn
+from hf_longattn import LongAttnConfig
 from hf_longattn.integration.dispatch import attention_forward
 from hf_longattn.integration.engines import ulysses
-from hf_longattn.slots.base import LengthTemperature
-from hf_longattn.slots.method import ModelFacts
 
 RANKS = 2
 #: One case of each method, those with parameters per head where there is one.
@@ -46,37 +46,11 @@ SAVED = ("scale_invariant", "logn_learned", "output_layer_norm", "rerope")
 SHARDED = (*SAVED, "alibi")
 
 
-class Shared(torch.nn.Module):
-    """A learned number that all heads share, used as it is or by way of `own`, and a network of it."""
-
-    def __init__(self, whole: bool) -> None:
-        super().__init__()
-        self.whole, self.scale, self.inner = whole, torch.nn.Parameter(torch.tensor(1.2)), torch.nn.Linear(1, 1)
-
-    def forward(self, factor: Tensor, own: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
-        scale = self.scale if self.whole else own(self.scale)
-        return factor * (scale + self.inner(scale[None]))
-
-
-@hf_longattn.register
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SharedFactor(LengthTemperature):
-    """Root of the length, times a learned number."""
-
-    name: ClassVar[str] = "shared_factor"
-    whole: bool = True
-
-    def formula(self, n: Tensor, head_dim: int, train_length: int) -> Tensor:
-        return (n / train_length).sqrt()
-
-    def module(self, facts: ModelFacts) -> torch.nn.Module:
-        return Shared(self.whole)
-
-
-#: Methods of one's own with parameters that no head has for itself.
+#: Those whose learned parameters no method of the package has: shared by all heads, tables by distance.
 OWN = {
-    f"shared_{whole}": hf_longattn.LongAttnConfig.preset("shared_factor", train_length=5, whole=whole)
-    for whole in (True, False)
+    "shared": LongAttnConfig(temperature=SharedFactor(train_length=5)),
+    "shared by own": LongAttnConfig(temperature=SharedFactor(train_length=5, whole=False)),
+    "kerple": LongAttnConfig(logit_map=Kerple()),
 }
 
 
@@ -392,6 +366,8 @@ JOBS = {f.__name__: f for f in (tensor_parallel, split_sequence, recipes, measur
 if __name__ == "__main__":
     jobs, rank, store, out, *cases = sys.argv[1:]
     torch.set_num_threads(1)
+    for kind in METHODS:
+        hf_longattn.register(kind)
     faulthandler.dump_traceback_later(390, exit=True)
     warnings.simplefilter("ignore", hf_longattn.UntrainedWarning)
     torch.distributed.init_process_group(

@@ -293,7 +293,7 @@ def _attend(call: KernelCall) -> Result:
 
 def _gradients(
     call: KernelCall, d_out: Tensor, d_lse: Tensor | None, d_entropy: Tensor | None, out: Tensor, lse: Tensor, entropy: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     if not _fits(call):
         return TiledCall(call).gradients(d_out, d_lse, d_entropy, out, lse, entropy)
     delta = torch.zeros_like(lse)

@@ -88,6 +88,7 @@ class KernelFailure(RuntimeError):
 STAGES: dict[str, Callable[[AttentionPlan], str | None]] = {
     "softcap": lambda plan: "the model caps its scores" if plan.logits.softcap else None,
     "map": lambda plan: f"{plan.names['logit_map']} changes logits by distance" if plan.logits.gain is not None else None,
+    "tables": lambda plan: f"{plan.names['logit_map']} learns its tables" if plan.logits.learns else None,
     "dropout": lambda plan: "it has no dropout" if plan.dropout else None,
     "gradients": lambda plan: "it has no gradients" if plan.trains else None,
 }

@@ -16,7 +16,9 @@ from .kernel import KernelCall, Result, by_token
 
 T = TypeVar("T")
 #: The arguments of a call that have gradients.
-DIFFERENTIABLE = ("query", "key", "value", "row_scale", "bias_scale")
+DIFFERENTIABLE = ("query", "key", "value", "row_scale", "bias_scale", "gain", "bias")
+#: Of these tables, which have gradients where `LogitSpec.learns`; other kernels refuse such a plan and leave them out.
+TABLES = ("gain", "bias")
 #: Messages of kernels for transforms that they do not go through.
 NO_SECOND = "the {} kernel has no second derivatives: use backend='reference', as in hf_longattn.update(model, backend=...)"
 NO_VMAP = "the {} kernel does not go through vmap: give it the batch dimension itself, or use backend='reference'"
@@ -96,7 +98,7 @@ def _no_second(name: str, *arguments: Any) -> Any:
 Forward: TypeAlias = Callable[[KernelCall], Result]
 #: From a call, the gradients of those three (None for an entropy not asked for) and the three themselves to the gradients of
 #: DIFFERENTIABLE, empty where the call has none.
-Gradients: TypeAlias = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
+Gradients: TypeAlias = Callable[..., tuple[Tensor, ...]]
 
 
 def attention(name: str, forward: Forward, gradients: Gradients) -> Callable[..., Result]:
@@ -109,9 +111,10 @@ def attention(name: str, forward: Forward, gradients: Gradients) -> Callable[...
         with torch.no_grad(), torch.autocast(call.query.device.type, enabled=False):
             return untaped(call)
 
-    def differentiate(call: KernelCall, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def differentiate(call: KernelCall, *given: Any) -> tuple[Tensor, ...]:
         with torch.no_grad(), torch.autocast(call.query.device.type, enabled=False):
-            return gradients(call, *given)
+            found = gradients(call, *given)
+            return *found, *(call.query.new_empty(0) for _ in DIFFERENTIABLE[len(found) :])
 
     operator, function = attention_operator(name, compute, differentiate), attention_function(name, compute, differentiate)
 
@@ -147,7 +150,7 @@ def attention_operator(name: str, forward: Forward, gradients: Gradients) -> Cal
         f"hf_longattn::{name}_backward",
         mutates_args=(),
         schema="(Tensor d_out, Tensor? d_lse, Tensor? d_entropy, Tensor out, Tensor lse, Tensor entropy, "
-        f"{arguments}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        f"{arguments}) -> ({', '.join('Tensor' for _ in DIFFERENTIABLE)})",
     )
     def backward(d_out, d_lse, d_entropy, out, lse, entropy, *flat):  # type: ignore[no-untyped-def]
         return _as_told(gradients(rebuild(KernelCall, iter(flat)), d_out, d_lse, d_entropy, out, lse, entropy))
@@ -159,7 +162,9 @@ def attention_operator(name: str, forward: Forward, gradients: Gradients) -> Cal
             call.key.new_empty(0) if x is None else by_token(x) for x in (call.query, call.key, call.value)
         )
         scales = (call.spec.row_scale, call.spec.bias_scale)
-        return d_query, d_key, d_value, *(lse.new_empty(0 if x is None else lse.shape) for x in scales)
+        by_row = (lse.new_empty(0 if x is None else lse.shape) for x in scales)
+        tables = (lse.new_empty(0 if x is None or not call.spec.learns else x.shape) for x in (call.spec.gain, call.spec.bias))
+        return d_query, d_key, d_value, *by_row, *tables
 
     def differentiate(ctx: Any, *d: Any) -> tuple[Tensor | None, ...]:
         out, lse, entropy, *flat = kept(ctx)
@@ -189,7 +194,8 @@ def attention_function(name: str, forward: Forward, gradients: Gradients) -> Cal
 
 def taped(call: KernelCall) -> bool:
     """Tell whether autograd or a transform of torch.func is to see the computation of a call."""
-    tensors = (call.query, call.key, call.value, call.spec.row_scale, call.spec.bias_scale)
+    spec = call.spec
+    tensors = (call.query, call.key, call.value, spec.row_scale, spec.bias_scale, spec.gain, spec.bias)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     return needs_grad or not keepable(call.query)
 
@@ -218,6 +224,8 @@ def by_argument(flat: Sequence[Any], results: Sequence[Tensor]) -> tuple[Tensor 
     """The gradient of every argument from those of DIFFERENTIABLE, None where there is none."""
     call = dict(zip(names(KernelCall), flat, strict=True))
     gradients = {
-        name: d.to(call[name].dtype) for name, d in zip(DIFFERENTIABLE, results, strict=True) if call[name] is not None
+        name: d.to(call[name].dtype)
+        for name, d in zip(DIFFERENTIABLE, results, strict=False)
+        if call[name] is not None and (name not in TABLES or call["learns"])
     }
     return tuple(gradients.get(name) for name in call)

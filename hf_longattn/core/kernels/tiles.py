@@ -157,8 +157,8 @@ class TiledCall:
         lse: Tensor,
         entropy: Tensor,
         joint: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The gradients of query, key, value, row scale and bias scale, empty where the call has none.
+    ) -> tuple[Tensor, ...]:
+        """The gradients of query, key, value, row scale, bias scale, gain and bias, empty where the call has none.
 
         Args:
             joint: output and logsumexp are those over these keys and others.
@@ -181,10 +181,13 @@ class TiledCall:
         d_row_scale, d_bias_scale = (
             self.query.new_zeros(0 if x is None else shape) for x in (self.row_scale, self.bias_scale)
         )
+        d_tables = {}
+        if self.spec.learns and self.gain is not None and self.bias is not None:
+            d_tables = {"gain": torch.zeros_like(self.gain), "bias": torch.zeros_like(self.bias)}
         for block in self:
             own = {name: block.rows(x) for name, x in given.items()}
             tiles = block.tiles()
-            into: Gradients = {"key": d_key, "value": d_value}
+            into: Gradients = {"key": d_key, "value": d_value, **d_tables}
             for name, d in (("query", self.head_dim), ("row_scale", 1), ("bias_scale", 1)):
                 into[name] = self.query.new_zeros(*block.shape[:3], d)
             for tile in tiles:
@@ -194,7 +197,17 @@ class TiledCall:
                 block.put(self.grouped(d_row_scale[..., None]), into["row_scale"])
             if self.bias_scale is not None:
                 block.put(self.grouped(d_bias_scale[..., None]), into["bias_scale"])
-        return d_query, d_key.to(key.dtype), d_value if value is None else d_value.to(value.dtype), d_row_scale, d_bias_scale
+        by_distance = [self.by_distance(d_tables[name]) if d_tables else self.query.new_zeros(0) for name in ("gain", "bias")]
+        d_value = d_value if value is None else d_value.to(value.dtype)
+        return d_query, d_key.to(key.dtype), d_value, d_row_scale, d_bias_scale, *by_distance
+
+    def by_distance(self, table: Tensor) -> Tensor:
+        """A table as the call has it, from one as the tiles read it."""
+        assert self.spec.gain is not None
+        if self.ids is not None:
+            return table
+        t = (self.farthest - torch.arange(table.shape[1], device=table.device)).abs()
+        return table.new_zeros(len(table), self.spec.gain.shape[-1]).index_add_(1, t, table)
 
 
 #: Of the rows of a block: least and most of each column of `AttentionLayout.index`; the last row's cache index; whether one of
@@ -249,6 +262,21 @@ class Tile:
         return table.as_strided(
             (self.shape[0], group, *shape), (group * width, width, *strides), offset + self.h.start * group * width
         )
+
+    def add_to_table(self, table: Tensor, x: Tensor) -> None:
+        """Add x, (heads, group, rows, columns), to a table by distance: the transpose of `table`."""
+        one, (rows, columns), heads = len(table) == 1, self.shape[2:], self.shape[1]
+        x = x.flatten(0, 1).sum(0, keepdim=True) if one else x.flatten(0, 1)
+        into = table if one else table[self.h.start * heads : self.h.stop * heads]
+        if self.tiled.ids is not None:
+            own, keys = self.tiled.ids
+            t = (own[self.b, self.r].flip(0)[:, None] - keys[self.b, self.c]).abs()
+            into.index_add_(1, t.flatten(), x.flatten(1))
+            return
+        skewed = x.new_zeros(len(x), rows, rows + columns)  # each row one further to the right: a distance is a column
+        skewed.as_strided(x.shape, (rows * (rows + columns), rows + columns + 1, 1)).copy_(x)
+        offset = self.tiled.farthest - (self.last - self.tiled.key_start - self.c.start)
+        into[:, offset : offset + rows + columns - 1] += skewed.sum(1)[:, :-1]
 
     def sink_columns(self) -> tuple[slice, Tensor] | None:
         """The columns in which some row has a sink, and which (row, column) pairs those are."""
@@ -391,7 +419,7 @@ class Tile:
         """
         spec, s = self.tiled.spec, self.scores()
         capped = None
-        if spec.softcap or spec.row_scale is not None:
+        if spec.softcap or spec.row_scale is not None or "gain" in into:
             capped = self.tiled.buffer("scores", *self.shape).copy_(s)
         d = self._logit_gradient(self.logits(s), into, whole, **given)
         d = self._score_gradient(d, capped, into).view(*self.flat, -1)
@@ -442,6 +470,14 @@ class Tile:
         tiled, sink = self.tiled, self.sink_columns()
         if tiled.gain is not None and tiled.bias is not None:
             kept = d[..., sink[0]].clone() if sink else None
+            if "gain" in into and capped is not None:
+                mapped = d.clone()
+                if sink:
+                    mapped[..., sink[0]].masked_fill_(sink[1], 0.0)
+                by_row = (None if x is None else self.rows(x) for x in (tiled.row_scale, tiled.bias_scale))
+                x, y = (1.0 if scale is None else scale for scale in by_row)
+                self.add_to_table(into["gain"], mapped * capped * x)
+                self.add_to_table(into["bias"], mapped * y)
             if tiled.bias_scale is not None:
                 product = d * self.table(tiled.bias)
                 if sink:

@@ -369,7 +369,7 @@ def _forward(call: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
 
 def gradients(
     call: KernelCall, d_out: Tensor, d_lse: Tensor | None, d_entropy: Tensor | None, out: Tensor, lse: Tensor, entropy: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     call = _contiguous(call)
     query, key, value, spec = call.query, call.key, call.value, call.spec
     batch, heads, q_len, _ = query.shape
@@ -421,6 +421,7 @@ _run = operators.attention("triton", _forward, gradients)
 
 KERNEL = Kernel(
     lambda plan: BySegment(plan, lambda call: run(call), product=sdpa.run),
+    lacks=frozenset({"tables"}),
     why_not=lambda plan: why_not_triton(plan.query),
     preferred=lambda plan: plan.query.device.type == "cuda",
 )

@@ -8,9 +8,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import tiny
@@ -35,9 +36,11 @@ from distributed_worker import (
     trainer,
 )
 from helpers import close, crossed, tokens
+from own_methods import METHODS
 from transformers import AutoModelForCausalLM
 
 import hf_longattn
+from hf_longattn.slots import registry
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
@@ -91,7 +94,15 @@ needs_deepspeed = pytest.mark.skipif(not DEEPSPEED, reason="deepspeed is not ins
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def own_methods() -> Iterator[None]:
+    with patch.dict(registry._loaded):
+        for kind in METHODS:
+            hf_longattn.register(kind)
+        yield
+
+
+@pytest.fixture(scope="module")
+def out(own_methods: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of every job, from one start of both processes; and the models they begin with."""
     path = tmp_path_factory.mktemp("distributed")
     for case in (*SPLIT, *OWN):
