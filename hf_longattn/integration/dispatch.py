@@ -140,8 +140,9 @@ def _attend(
     method, sinks, traced = layer_call.method, layer_call.more.get("s_aux"), layer_call.traced
     config, learned = method.config or NO_METHOD, learned_parts(layer_call.module)
     scaling = query.shape[-1] ** -0.5 if layer_call.scaling is None else layer_call.scaling
-    differ = bool(learned) or sinks is not None or any(m.head_dependent for m in config.methods)
-    in_part = differ and query.shape[1] != method.heads
+    in_part = query.shape[1] != method.heads and (
+        bool(learned) or sinks is not None or any(m.head_dependent for m in config.methods)
+    )
     if in_part:
         config, learned, own = of_these_heads(layer_call.module, query.shape[1], method.heads, config, learned)
         sinks = own(sinks) if sinks is not None and sinks.shape[0] == method.heads else sinks

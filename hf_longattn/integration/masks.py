@@ -215,7 +215,7 @@ def _hides_nothing(asked: MaskRequest) -> bool:
 def _only_row(asked: MaskRequest) -> RowBounds | None:
     """The bounds of a call of one token without padding, which all texts share; None: another call, or a graph is traced."""
     q_offset, kv_offset = asked.q_offset, asked.kv_offset
-    if asked.q_length != 1 or asked.attention_mask is not None or torch.compiler.is_compiling() or torch._C._is_tracing():
+    if asked.q_length != 1 or asked.attention_mask is not None or torch.compiler.is_compiling():
         return None
     if not (isinstance(q_offset, int) and isinstance(kv_offset, int) and torch.device(asked.device).type == "cpu"):
         return None

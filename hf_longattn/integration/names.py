@@ -12,8 +12,6 @@ from collections.abc import Callable
 from typing import Any, TypeGuard
 
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..config import CUSTOM, PREFIX, LongAttnConfig, names_in
 from ..slots.registry import LISTENERS, STOCK, did_you_mean, from_elsewhere, list_methods, meant
@@ -24,6 +22,8 @@ from .internals import get_implementation
 SERVED = ("vllm", "vllm_mla")
 #: The attention and the mask function that transformers gets under all names.
 _FUNCTIONS: list[Callable[..., Any]] = []
+#: What is registered of attentions and of masks; not what is put around one in Transformers' own objects, as DeepSpeed does.
+_KNOWN = AttentionInterface(), AttentionMaskInterface()
 
 
 def register_names(attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
@@ -56,7 +56,7 @@ def _register(alias: str, may_share: bool = False) -> None:
 
 def _registered_by_another(name: str | None) -> str | None:
     """The module of an attention or a mask function that transformers has under a name, and that does not call ours."""
-    for known, own in zip((ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS), _FUNCTIONS, strict=True):
+    for known, own in zip(_KNOWN, _FUNCTIONS, strict=True):
         if (there := known.get(name)) is not own and there is not None and inspect.unwrap(there) is not own:
             return getattr(there, "__module__", None) or repr(there)
     return None

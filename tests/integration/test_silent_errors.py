@@ -42,6 +42,7 @@ from hf_longattn.config import PREFIX
 from hf_longattn.integration import names
 from hf_longattn.integration.base_attention import base_implementation
 from hf_longattn.integration.caches import CACHE, PAGES
+from hf_longattn.integration.config_records import before as ran_before
 from hf_longattn.integration.names import is_longattn_name
 from hf_longattn.slots.registry import list_methods
 
@@ -117,7 +118,7 @@ def outputs_by_layer(m: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
 def test_sliding_layers_are_stock(name: str, family: str) -> None:
     """Under a method that changes one full layer only, the first, sliding layer must be bit-equal to stock."""
     m, plain = model(family, CONFIG), stock(family)
-    plain.set_attn_implementation(base_implementation(m.config))
+    plain.set_attn_implementation(base_implementation(ran_before(m.config)))
     seen: list[dict[str, Tensor]] = []
     for x in (m, plain):
         got: dict[str, Tensor] = {}
@@ -251,8 +252,8 @@ def test_vision_tower_runs_what_ran_before() -> None:
     m = multimodal()
     m.set_attn_implementation({"vision_config": "eager", "text_config": "sdpa"})
     m.set_attn_implementation(DEFAULT)
-    assert base_implementation(m.config.vision_config) == "eager"
-    assert base_implementation(m.config.text_config) == "sdpa"
+    assert base_implementation(ran_before(m.config.vision_config)) == "eager"
+    assert base_implementation(ran_before(m.config.text_config)) == "sdpa"
     hf_longattn.remove(m)
     assert [c._attn_implementation for c in (m.config, m.config.vision_config, m.config.text_config)] == [
         "sdpa",
@@ -269,7 +270,7 @@ def test_a_softcap_that_transformers_drops_is_told() -> None:
         m = AutoModelForCausalLM.from_config(model_config("gemma2"))
     told = [w for w in seen if "gemma2 caps its attention scores at 3" in str(w.message)]
     assert bool(told) == supported
-    assert base_implementation(hf_longattn.apply(m, CONFIG).config) == "eager"
+    assert base_implementation(ran_before(hf_longattn.apply(m, CONFIG).config)) == "eager"
     m = stock("gemma2")
     m.config._attn_implementation_internal = "sdpa"
     with pytest.warns(UserWarning, match=r"gemma2 caps.*sdpa, which drops the cap.*eager"):

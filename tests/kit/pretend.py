@@ -406,7 +406,12 @@ def _entropies(logits: Tensor) -> Tensor:
 
 
 def _weights(
-    logits: Tensor, factor: Tensor | None, sinks: Tensor | None, dtype: torch.dtype, polynomial: Sequence[float] = ()
+    logits: Tensor,
+    factor: Tensor | None,
+    sinks: Tensor | None,
+    dtype: torch.dtype,
+    polynomial: Sequence[float] = (),
+    _known: Any = None,
 ) -> Tensor:
     if polynomial:
         low, high, *coefficients = polynomial
