@@ -247,9 +247,10 @@ def step(args: Args) -> None:
     twin, _, _ = llama(args)
     twin.load_state_dict(built.state_dict(), assign=True)
     ids = torch.randint(3, built.config.vocab_size, (1, length), device=args.device)
+    apart = 0 if args.device == "cpu" else 96
     for n, name in enumerate(args.methods or methods(trained)):
         under(twin, name, trained)
-        ends = length - 96 * n, length * 3 // 4 - 96 * n
+        ends = length - apart * n, length * 3 // 4 - apart * n
         about = {"method": name, "length": ends[1], "base_length": ends[0], "layers": built.config.num_hidden_layers}
         with saying({"part": "step", **about}) as row, torch.inference_mode():
             prompts = (ids[:, :end] for end in ends)

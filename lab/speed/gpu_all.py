@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--processes", type=int, default=min(os.cpu_count() or 1, 16), help="beside one another")
     parser.add_argument("--beside", type=float, default=130.0, help="seconds until only timed ones run")
-    parser.add_argument("--methods", nargs="+", help="only these")
+    parser.add_argument("--methods", nargs="+", help="of what is compared, only these")
     args = parser.parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
     end = time.perf_counter() + args.beside

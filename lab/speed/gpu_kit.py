@@ -77,9 +77,10 @@ def under(built: Any, method: str, trained: int) -> Any:
 
 
 def tensors(length: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Query, key and value."""
+    """Query, key and value, (1, heads, length, head_dim), by token in memory, as models make them."""
     torch.manual_seed(0)
-    return [torch.randn(1, h, length, head_dim, device=device, dtype=dtype) for h in (heads, kv_heads, kv_heads)]
+    made = (torch.randn(1, length, h, head_dim, device=device, dtype=dtype) for h in (heads, kv_heads, kv_heads))
+    return [x.transpose(1, 2) for x in made]
 
 
 # Clocks ---------------------------------------------------------------------------------------------------------------

@@ -490,7 +490,7 @@ def _fused_backward(
 ) -> tuple[Tensor, ...]:
     """By the probabilities exp(logit - lse), whatever else the logsumexp is over."""
     scale, d_out = query.shape[-1] ** -0.5 if others[-1] is None else others[-1], d_out.float()
-    p = (_logits(query, key, *others) - lse[..., None]).exp()
+    p = (_logits(query, key, *others) - lse[..., None]).exp().nan_to_num()  # 0 where nothing is visible
     d = scale * p * (d_out @ _by_head(value, query).mT - (d_out * out.float()).sum(-1, keepdim=True))
     by_head = (x.unflatten(1, (key.shape[1], -1)).sum(2) for x in (d.mT @ query.float(), p.mT @ d_out))
     return tuple(map(_like, (query, key, value), (d @ _by_head(key, query), *by_head)))
