@@ -31,8 +31,8 @@ NAMES = (
     "deepseek_v32",
     "gemma4_unified",
 )
-#: Of which the page says what fails: loading by name where `apply` works, a remap that does not show in a tiny model.
-OPEN = {"deepseek_vl_hybrid", "granite_docling"}
+#: Of which the page says what fails: loading by name where `apply` works.
+OPEN = {"deepseek_vl_hybrid"}
 
 
 @pytest.mark.slow

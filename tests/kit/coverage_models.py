@@ -387,7 +387,7 @@ def page(results: dict[str, Any]) -> str:
         f"`make coverage-models` wrote this page from [models.json](models.json): {results['versions']}, {results['date']}, "
         f"{results['minutes']} minutes. Of {len(results['rows'])} model types "
         f"{len(rows['exact'])} are exact, {len(rows['refused'])} refused, {len(rows['not built'])} not built"
-        + (f", **{len(rows['failed'])} fail**" if rows["failed"] else "")
+        + (f", **{len(rows['failed'])} fail{'s' * (len(rows['failed']) == 1)}**" if rows["failed"] else "")
         + ".",
         "",
     ]

@@ -71,6 +71,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "glm4v_text": {"rope_parameters": _SECTIONS},
     "glm5_next_text": {"qk_rope_head_dim": 0},
     "glm_ocr_text": {"rope_parameters": _SECTIONS},
+    "granite_docling_text": {"attention_multiplier": 1.0},  # as other Granites; of its own a tiny model shows no remap
     "granite_docling_vision": {"out_hidden_size": WIDTH},
     "hy_v4_vl_text": {"rope_parameters": _SECTIONS},
     "inkling2_vision": {"text_hidden_size": WIDTH},
