@@ -131,7 +131,10 @@ def read(report: Path) -> Outcomes:
         kinds = {child.tag: child for child in case}
         failure = kinds.get("failure", kinds.get("error"))
         if failure is not None:
-            found[test] = "failed", failure.get("message", "").partition("\n")[0][:300]
+            message = failure.get("message", "").partition("\n")[0]
+            if message == "collection failure":  # its text says which, at its end
+                message = (failure.text or message).rstrip().rpartition("\n")[2]
+            found[test] = "failed", message[:300]
         elif found.get(test, ("", ""))[0] != "failed":
             found[test] = ("skipped" if "skipped" in kinds else "passed"), ""
     return found

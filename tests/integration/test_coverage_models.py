@@ -67,13 +67,25 @@ def test_a_method_that_computes_something_else_fails(monkeypatch: pytest.MonkeyP
     assert "strength 0, whole: off by" in row["reason"]
 
 
-@pytest.mark.parametrize("script", ["kit/coverage_models.py", "conformance/run.py"])
-def test_pages_are_their_result_files(script: str) -> None:
-    path = Path(__file__).parents[1] / script
+def _script(name: str) -> Any:
+    path = Path(__file__).parents[1] / name
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("script", ["kit/coverage_models.py", "conformance/run.py"])
+def test_pages_are_their_result_files(script: str) -> None:
+    module = _script(script)
     results = json.loads(module.RESULTS.read_text(encoding="utf-8"))
     assert module.PAGE.read_text(encoding="utf-8") == module.page(results), f"run: python tests/{script}"
+
+
+def test_conformance_says_which_package_is_missing(tmp_path: Path) -> None:
+    report = tmp_path / "llama-sdpa.xml"
+    said = "ImportError\nE   ModuleNotFoundError: No module named parameterized"
+    report.write_text(f'<suite><testcase name="suite"><error message="collection failure">{said}</error></testcase></suite>')
+    assert _script("conformance/run.py").read(report)["suite"] == ("failed", said.splitlines()[-1])
