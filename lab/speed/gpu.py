@@ -1,4 +1,5 @@
-"""What only a GPU can tell: `python lab/speed/gpu.py PART`, or all parts, one line `ROW {json}` for each thing measured.
+"""What only a GPU can tell: `python lab/speed/gpu.py PART`, or all parts, one line `ROW {json}` for each thing
+measured, behind a line `ON {json}` with the GPU and the versions.
 
     exactness    every method in float32 against the CPU: one pass, cache, padding, packing, generate, training, what capture
                  measures; then bfloat16
@@ -44,6 +45,7 @@ from lab.speed.gpu_kit import (
     model,
     peak_mib,
     say,
+    say_machine,
     saying,
     tensors,
     under,
@@ -366,6 +368,8 @@ def main() -> None:
     args = parser.parse_args()
     logging.set_verbosity_error()
     warnings.simplefilter("ignore", hf_longattn.UntrainedWarning)
+    if args.device == "cuda":
+        say_machine()
     for part in [args.part] if args.part else PARTS:
         PARTS[part](args)
 

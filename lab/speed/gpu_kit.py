@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,12 @@ def methods(trained: int) -> dict[str, Row]:
 
 def say(**row: Any) -> None:
     print("ROW " + json.dumps(row), flush=True)
+
+
+def say_machine() -> None:
+    """Prints the GPU and the versions that rows are of, once for each log."""
+    own = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}  # +cu130, which metadata may leave out
+    print("ON " + json.dumps(own | {name: version(name) for name in ("transformers", "triton")}), flush=True)
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
     python lab/speed/gpu_rows.py third --commit dcd7df7 --date 2026-11-26 --what "all parts" LOG ...
 
-takes the lines `ROW {json}` of logs as the rows of the run `third`, in the place of those that it had. Versions and the
-device are given once more where they are others than those of ORIGIN. Rows of other runs stay as they are.
+takes the lines `ROW {json}` of logs as the rows of the run `third`, in the place of those that it had, and from their lines
+`ON {json}` the GPU and the versions. Rows of other runs stay as they are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 Row = dict[str, Any]
 FILE = Path(__file__).parents[1] / "results" / "gpu.json"
-ORIGIN = {"gpu": "NVIDIA H100 80GB", "torch": "2.11.0+cu130", "transformers": "5.17.0", "triton": "3.6.0"}
 #: What parts were called in earlier logs, and what a row without a part is.
 PARTS = {"tune": "tiles", "bwd": "gradients", "att": "attention", None: "exactness"}
 
@@ -42,6 +41,15 @@ def rows_of(log: Path) -> list[Row]:
     return [tidy(row) for row in found if row.keys() - {"part", "seconds"}]
 
 
+def machine_of(logs: list[Path]) -> Row:
+    """The GPU and the versions that all logs name alike, or nothing where none does; else a ValueError."""
+    lines = {line for log in logs for line in log.read_text(encoding="utf-8").splitlines() if line.startswith("ON ")}
+    if len(lines) > 1:
+        raise ValueError(f"the logs are of several machines, a run of one: {', '.join(sorted(lines))}")
+    named: Row = json.loads(lines.pop().removeprefix("ON ")) if lines else {}
+    return named
+
+
 def tidy(row: Row) -> Row:
     part = row.get("part")
     result = {"part": PARTS.get(part, part)} | {key: value for key, value in row.items() if key != "part"}
@@ -60,10 +68,11 @@ def main() -> None:
     parser.add_argument("--commit", required=True, help="of the project")
     parser.add_argument("--date", required=True)
     parser.add_argument("--what", required=True, help="what was run")
-    for name, value in ORIGIN.items():
-        parser.add_argument(f"--{name}", default=value)
     args = parser.parse_args()
-    origin = {name: getattr(args, name) for name in (*ORIGIN, "date", "commit", "what")}
+    machine = machine_of(args.logs)
+    if not machine:
+        parser.error("no line begins with ON: gpu.py prints it on a GPU")
+    origin = machine | {name: getattr(args, name) for name in ("date", "commit", "what")}
     runs, rows = read()
     own = [{"run": args.run} | row for log in args.logs for row in rows_of(log)]
     if not own:

@@ -489,10 +489,12 @@ def test_pages_name_the_gpu_that_rows_are_from() -> None:
 
 def test_lines_of_a_log_become_rows_under_one_set_of_names(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    log.write_text('== start\nROW {"part": "att", "method": "none", "n": 8, "D": 4}\nROW {"part": "whole", "seconds": 3}\n')
+    log.write_text(
+        'ON {"gpu": "b"}\nROW {"part": "att", "method": "none", "n": 8, "D": 4}\nROW {"part": "whole", "seconds": 3}\n'
+    )
     (row,) = gpu_rows.rows_of(log)
     assert row == {"part": "attention", "method": "unmodified", "length": 8, "head_dim": 4}
-    gpu_rows.write({"a": {"gpu": "b"}}, [{"run": "a"} | row], tmp_path / "file")
+    gpu_rows.write({"a": gpu_rows.machine_of([log, log])}, [{"run": "a"} | row], tmp_path / "file")
     assert gpu_rows.read(tmp_path / "file") == ({"a": {"gpu": "b"}}, [{"run": "a"} | row])
 
 

@@ -1,10 +1,10 @@
 """The measuring script for a GPU, small, on a CPU and on a device that says cuda: parts give rows, none of them an error."""
 
-import argparse
 import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,8 +12,9 @@ from unittest.mock import patch
 import pretend
 import pytest
 import torch
+from transformers import logging
 
-from lab.speed import gpu, gpu_kit
+from lab.speed import gpu, gpu_kit, gpu_rows
 
 ROOT = Path(__file__).parents[2]
 WHAT = {"exactness": "err", "short": "ok", "static": "err", "whole": "step_ms", "step": "ratio", "attention": "forward"}
@@ -42,15 +43,23 @@ def _model(trained: int, dtype: torch.dtype, device: str, **config: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["exactness", "whole", "step", "attention"])
-def test_a_part_measures_on_a_gpu(part: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_measures_on_a_gpu(
+    part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of which clocks and counters alone are not there."""
     zeros = ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats", "empty_cache", "synchronize")
-    absent = {name: lambda *_: 0 for name in (*zeros, "set_sync_debug_mode")}
-    args = argparse.Namespace(device="cuda", methods=["rerope"], length=200, head_dim=64, layers=1)
-    absent_too = patch.object(gpu_kit, "on_device", lambda call: [call()][1:])
-    with pretend.device(), patch.multiple(torch.cuda, **absent), absent_too, patch.object(gpu, "model", _model):
-        gpu.PARTS[part](args)
-    rows = [json.loads(line.removeprefix("ROW ")) for line in capsys.readouterr().out.splitlines()]
+    absent = {name: lambda *_: 0 for name in (*zeros, "set_sync_debug_mode")} | {"get_device_name": lambda: "no GPU"}
+    monkeypatch.setattr(sys, "argv", ["gpu.py", part, "--methods", "rerope", "--length", "200", "--head-dim", "64"])
+    monkeypatch.setattr(gpu, "model", _model)
+    monkeypatch.setattr(gpu_kit, "on_device", lambda call: [call()][1:])
+    verbosity = logging.get_verbosity()
+    with pretend.device(), patch.multiple(torch.cuda, **absent), warnings.catch_warnings():
+        gpu.main()
+    logging.set_verbosity(verbosity)
+    log = tmp_path / "log"
+    log.write_text(capsys.readouterr().out)
+    assert gpu_rows.machine_of([log])["gpu"] == "no GPU"
+    rows = gpu_rows.rows_of(log)
     assert not [row for row in rows if "error" in row]
     assert any(WHAT[part] in row for row in rows if row["method"] == "rerope")
     assert max(row.get("err", 0.0) for row in rows) < 0.1
