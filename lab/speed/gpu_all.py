@@ -1,8 +1,8 @@
 """Most of what a GPU has to show, in seven minutes at most: `python lab/speed/gpu_all.py LOGS`, or `make gpu-all ARGS=LOGS`.
 
 What is compared and what only has to run goes first, a process for each method, many beside one another, since most of it is
-compiling; then what is timed, one process at a time, with the programs that are compiled by then. Every process is stopped at
-its seconds and leaves what it has shown. gpu_rows.py takes the logs into results/gpu.json:
+compiling; then what is timed, one process at a time, with the programs that are compiled by then. Every process has one thread
+of the host, is stopped at its seconds, and leaves what it has shown. gpu_rows.py takes the logs into results/gpu.json:
 
     python lab/speed/gpu_rows.py NAME LOGS/*.log --commit ... --date ... --what "all of gpu_all.py"
 """
@@ -40,10 +40,11 @@ TIMED: list[tuple[str, int, list[str]]] = [
 def run(name: str, seconds: float, words: Sequence[str], args: argparse.Namespace) -> None:
     log = args.logs / f"{name}.log"
     command = [sys.executable, str(Path(__file__).with_name("gpu.py")), *words, "--device", args.device]
-    begun = time.perf_counter()
+    begun, environment = time.perf_counter(), os.environ | {"OMP_NUM_THREADS": "1"}
     with log.open("w", encoding="utf-8") as file:
         try:
-            ended = str(subprocess.run(command, stdout=file, stderr=file, timeout=seconds, check=False).returncode)
+            done = subprocess.run(command, stdout=file, stderr=file, timeout=seconds, env=environment, check=False)
+            ended = str(done.returncode)
         except subprocess.TimeoutExpired:
             ended = "stopped"
     text = log.read_text(encoding="utf-8")
