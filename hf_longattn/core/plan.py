@@ -254,10 +254,9 @@ class ReadyPlan:
 
     def __init__(self, plan: AttentionPlan, kernel: str, compute: Computation) -> None:
         self.kernel, self._compute, self._finish = kernel, compute, plan.finish
-        #: whether it asks for keys that were turned before
-        self.keeps = getattr(compute, "kept_under", None) is not None
+        #: whether it asks for keys that were turned before, and whether layers have learned parts
+        self.keeps, self.learns = getattr(compute, "kept_under", None) is not None, bool(plan.learned)
         self._factor_of, self._wide = functools.partial(row_factor, plan.by_length, plan.query.device, plan.wide), plan.wide
-        self.learns = bool(plan.learned)
         self._learns_factor = "temperature" in plan.learned
         self._factor = None if self._learns_factor else self._factor_of(None)
         #: `AttentionPlan.sinks`; None: nothing joins the denominators
