@@ -142,15 +142,15 @@ def layout_mask(
         return _left_alone(known, asked, more | {"allow_is_causal_skip": False})
     # Never None for a causal layer: Gemma 4 slices queries under any name but "sdpa" and trusts the mask.
     windowed = local_size is not None and local_size == getattr(config, "sliding_window", None)
-    on_host = _on_host(asked)
-    if _hides_nothing(on_host or asked):
+    on_host, interval = _on_host(asked), recognise(mask_function)
+    if interval is not None and _hides_nothing(on_host or asked):  # another mask tells by its padding where texts begin
         asked = asked._replace(attention_mask=None)
         on_host = None if on_host is None else on_host._replace(attention_mask=None)
     layout: Tensor | None
-    if (row := _only_row(on_host or asked)) is not None:
+    if (row := _only_row(on_host or asked, interval)) is not None:
         layout = torch.tensor([[[[*row, 0]]]] * batch_size, dtype=torch.int32, device="cpu")
     else:
-        layout = _intervals(on_host or asked, sliced=bool(getattr(config, "num_kv_shared_layers", 0)))
+        layout = _intervals(on_host or asked, interval, sliced=bool(getattr(config, "num_kv_shared_layers", 0)))
     if layout is None:
         if on_host is not None and (q_length > FEW_QUERIES or not _knows_no_tensor(mask_function)):  # a graph's lengths vary
             on_host = None
@@ -212,26 +212,26 @@ def _hides_nothing(asked: MaskRequest) -> bool:
     return q_offset + asked.q_length == end <= padding.shape[-1] and bool(padding.all())
 
 
-def _only_row(asked: MaskRequest) -> RowBounds | None:
+def _only_row(asked: MaskRequest, interval: MaskInterval | None) -> RowBounds | None:
     """The bounds of a call of one token without padding, which all texts share; None: another call, or a graph is traced."""
     q_offset, kv_offset = asked.q_offset, asked.kv_offset
     if asked.q_length != 1 or asked.attention_mask is not None or torch.compiler.is_compiling():
         return None
     if not (isinstance(q_offset, int) and isinstance(kv_offset, int) and torch.device(asked.device).type == "cpu"):
         return None
-    if (interval := interval_of(asked.mask_function)) is None or interval.sequence_ids is not None:
+    if interval is None or interval.sequence_ids is not None:
         return None
     low = 0 if interval.window is None else max(0, q_offset - interval.window + 1)
     return RowBounds(q_offset, kv_offset, 0, low, q_offset)
 
 
-def _intervals(asked: MaskRequest, sliced: bool) -> Tensor | None:
+def _intervals(asked: MaskRequest, interval: MaskInterval | None, sliced: bool) -> Tensor | None:
     """Make the compact or the padded form of a mask; None: neither can say it.
 
     Args:
         sliced: whether some layers get a part of the rows.
     """
-    if (interval := recognise(asked.mask_function)) is None:
+    if interval is None:
         return None
     batch_size, q_length, _, q_offset, kv_offset, _, attention_mask, device = asked
     row = torch.arange(q_length, device=device)

@@ -17,6 +17,7 @@ from helpers import (
     NO_WINDOWS,
     RELATIVE_ONLY,
     SCENARIOS,
+    build,
     close,
     crossed,
     expected,
@@ -335,6 +336,28 @@ def test_image_blocks_look_ahead() -> None:
             types = torch.nn.functional.pad(picture()["token_type_ids"], (0, 3))
             close(more, m(ids, token_type_ids=types, pixel_values=picture()["pixel_values"]).logits[:, -3:])
     close(runs[0], runs[1])
+
+
+@torch.no_grad()
+def test_a_picture_is_the_same_in_front_of_padding_and_alone() -> None:
+    """A window around image blocks is a mask function that is not known: what it shows first does not start the text."""
+    m = hf_longattn.apply(multimodal(), "scale_invariant", tau=3.0, sink_tokens=2, layers="all")
+    alone = {name: x for name, x in picture().items() if name != "pixel_values"}
+    padded = {name: torch.nn.functional.pad(x, (0, 3)) for name, x in alone.items()}
+    pixels, ones = picture()["pixel_values"], torch.ones_like(alone["input_ids"])
+    want = m(**padded, pixel_values=pixels, attention_mask=torch.nn.functional.pad(ones, (0, 3))).logits[:, :-3]
+    close(m(**alone, pixel_values=pixels, attention_mask=ones).logits, want)
+
+
+@torch.no_grad()
+def test_chunks_of_attention_start_no_text() -> None:
+    """Beside a padded text and alone."""
+    changes = {"layer_types": ["chunked_attention", "full_attention"] * 2, "attention_chunk_size": WINDOW}
+    m = build("Llama4Text", FAMILIES["llama"][1] | changes, num_local_experts=2, intermediate_size_mlp=48)
+    hf_longattn.apply(m, "scale_invariant", tau=3.0, sink_tokens=2, layers="all")
+    mask = torch.ones_like(tokens())
+    mask[1, :5] = 0
+    close(feed(m, tokens()[:1], [20, 1, 3], attention_mask=mask[:1]), feed(m, tokens(), [20, 1, 3], attention_mask=mask)[:1])
 
 
 def test_gpt2_cross_attention_is_left_alone() -> None:
