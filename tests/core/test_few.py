@@ -201,3 +201,18 @@ def test_layers_run_what_the_first_compiled(runs: list[tuple[Any, ...]]) -> None
             tensors = 4
             assert all(x is y for x, y in zip(arguments[tensors:], first[tensors:], strict=True))
         assert all(arguments[0] is own[0] and arguments[1] is own[1] for _, _, arguments in layer[:2])
+
+
+def test_layers_of_other_dtypes_are_compiled_for_them(runs: list[tuple[Any, ...]]) -> None:
+    """Layers of one plan may differ in what their caches give back; a program reads and writes what it was compiled for."""
+    shapes = (1, 4, 1, 16), (1, 2, 40, 16), (1, 2, 40, 16)
+    sides, config = [torch.ones(shape) for shape in shapes], CASES["scale_invariant"].for_layer(0)
+    compute = few_cuda.FewOnCUDA(lower(Call(*sides, config, rows_of("one", 1, 40), 0.25)))
+    query, key, value = sides
+    ways = [(key, value), (key.half(), value), (key, value.half()), (key.half(), value), (key, value.half())]
+    for k, v in ways:
+        compute(query, k, v, None, None, None)
+    scores, weights = runs[::2], runs[1::2]
+    assert [how for how, *_ in scores] == ["bound", "bound", "compiled", "compiled", "compiled"]
+    assert [how for how, *_ in weights] == ["bound", "compiled", "bound", "compiled", "compiled"]
+    assert [arguments[1].dtype for _, _, arguments in weights] == [v.dtype for _, v in ways]

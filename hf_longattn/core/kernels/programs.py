@@ -157,7 +157,7 @@ def scores(
         normed: products are divided by the norms of both.
         known: where launches are kept for calls that differ in these tensors alone.
     """
-    name = query.stride(), key.stride(), None if row_scale is None else row_scale.stride()
+    name = query.stride(), key.stride(), key.dtype, None if row_scale is None else row_scale.stride()
     if known is not None and (launches := known.get(name)) is not None:
         return _scored(query, key, row_scale, launches)
     angles = [x for i in segments for pair in (i.query_angles, i.key_angles) for x in (pair or (None, None))]
@@ -265,7 +265,7 @@ def weights(
         factor: float32 (batch, heads, q_len); None is 1.
         sinks: float32 (heads,), the logarithm of what joins the denominators.
         polynomial: gives the factor by the row's entropy, see `AttentionPlan`; empty: `factor` is it.
-        known: where launches are kept for calls that differ in logits, factor and sinks alone.
+        known: where launches are kept for calls that differ in logits, factor, sinks and dtype alone.
     """
     if not readable(logits):
         return torch.ops.hf_longattn.weights(logits, factor, sinks, dtype, list(polynomial))
@@ -282,7 +282,7 @@ def _weights(
 ) -> Tensor:
     out = torch.empty_like(logits, dtype=dtype)
     factor, sinks = (None if x is None else x.float().contiguous() for x in (factor, sinks))
-    name, known = ("weights", factor is None, sinks is None), {} if known is None else known
+    name, known = ("weights", dtype, factor is None, sinks is None), {} if known is None else known
     if (launch := known.get(name)) is None:
         _, heads, q_len, room = logits.shape
         has = {"FACTOR": factor is not None, "SINKS": sinks is not None, "POLYNOMIAL": tuple(polynomial)}
