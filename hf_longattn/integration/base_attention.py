@@ -49,6 +49,11 @@ def attention_function(name: str, module: Any) -> Any:
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
 
 
+def is_masked_by_transformers(name: str) -> bool:
+    """Tell whether an attention's masks are made by a function of Transformers, to which a mask that hides nothing is none."""
+    return getattr(ALL_MASK_ATTENTION_FUNCTIONS.get(name), "__module__", "").startswith("transformers.")
+
+
 def own_implementation(known: Before | None) -> str:
     """Return the attention that a model would run without a method, of what its config ran before one."""
     if known is None or known.implementation in ("sdpa", "eager"):

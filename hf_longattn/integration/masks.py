@@ -28,7 +28,7 @@ from ..config import LongAttnConfig
 from ..core.geometry import FAR, AttentionLayout, RowBounds
 from ..core.kernels.kernel import FEW_QUERIES
 from ..core.tracing import readable, sent
-from .base_attention import BaseAttention, base_implementation, own_implementation
+from .base_attention import BaseAttention, base_implementation, is_masked_by_transformers, own_implementation
 from .config_records import Before, ConfigRecord, record_in
 from .forward_context import PASS, current_pass
 from .internals import MaskInterval, interval_of
@@ -159,12 +159,14 @@ def layout_mask(
         layout = _pairs(given, visible, windowed)
     made, layout = layout, sent(layout, torch.device(device))
     if readable(layout):
-        arguments = asked._asdict() | more
+        implementation, arguments = own_implementation(known), asked._asdict() | more
+        if not is_masked_by_transformers(implementation):
+            arguments["attention_mask"] = attention_mask
         for name in ("q_offset", "kv_offset"):
             if isinstance(offset := arguments[name], Tensor):
                 arguments[name] = offset.clone()  # a static cache counts on in its own
         host = made.detach() if made.device.type == "cpu" else None  # what keeps its own mask would outlive it
-        context = MaskContext(BaseAttention(own_implementation(known), arguments), host=host)
+        context = MaskContext(BaseAttention(implementation, arguments), host=host)
         if row is not None:
             context.parsed = ParsedMask(AttentionLayout.of_row(row), None, torch.tensor([[row.query]], device="cpu"))
         layout = layout if host is None else _numbered(layout, context)

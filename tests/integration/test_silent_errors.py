@@ -36,6 +36,9 @@ from tiny_configs import tiny
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache, GPT2LMHeadModel
 from transformers.generation.continuous_batching import continuous_api
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma3 import modeling_gemma3 as gemma3
 
 import hf_longattn
@@ -247,6 +250,21 @@ def test_layers_left_alone_run_what_ran_before(how: str, before: str, monkeypatc
     said = f"runs {runs}" + f" in place of {before}" * (runs != before)
     assert [r[2] for r in hf_longattn.describe(m).rows][::2] == [f"sliding window, {said}"] * 2
     assert hf_longattn.remove(m).config._attn_implementation == before
+
+
+@torch.no_grad()
+def test_a_mask_function_of_the_user_gets_a_mask_that_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a method changes nothing; it may insist on one."""
+
+    def insisting_mask(attention_mask: Tensor, **arguments: Any) -> Tensor | None:
+        return sdpa_mask(attention_mask=attention_mask.bool(), **arguments)
+
+    m, mask = stock("llama"), torch.ones_like(tokens())
+    want = m(tokens(), attention_mask=mask).logits
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "insisting", sdpa_attention_forward)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "insisting", insisting_mask)
+    m.set_attn_implementation("insisting")
+    close(hf_longattn.apply(m, "rerope", window=100)(tokens(), attention_mask=mask).logits, want)
 
 
 def test_vision_tower_runs_what_ran_before() -> None:
