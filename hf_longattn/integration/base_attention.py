@@ -51,7 +51,7 @@ def attention_function(name: str, module: Any) -> Any:
 
 def is_masked_by_transformers(name: str) -> bool:
     """Tell whether an attention's masks are made by a function of Transformers, to which a mask that hides nothing is none."""
-    return getattr(ALL_MASK_ATTENTION_FUNCTIONS.get(name), "__module__", "").startswith("transformers.")
+    return str(getattr(ALL_MASK_ATTENTION_FUNCTIONS.get(name), "__module__", "")).startswith("transformers.")
 
 
 def own_implementation(known: Before | None) -> str:
