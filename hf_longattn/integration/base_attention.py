@@ -11,6 +11,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .config_records import Before
+from .internals import is_of_transformers
 
 
 class BaseAttention:
@@ -51,7 +52,7 @@ def attention_function(name: str, module: Any) -> Any:
 
 def is_masked_by_transformers(name: str) -> bool:
     """Tell whether an attention's masks are made by a function of Transformers, to which a mask that hides nothing is none."""
-    return str(getattr(ALL_MASK_ATTENTION_FUNCTIONS.get(name), "__module__", "")).startswith("transformers.")
+    return is_of_transformers(ALL_MASK_ATTENTION_FUNCTIONS.get(name))
 
 
 def own_implementation(known: Before | None) -> str:

@@ -162,6 +162,25 @@ def interval_of(mask_function: Callable[..., Any]) -> MaskInterval | None:
     return None
 
 
+def documents_in(mask_function: Callable[..., Any]) -> tuple[Tensor | None, bool]:
+    """Return the numbers of packed documents that a mask function tells apart, (batch, length), if it is one of Transformers'
+    or made of them, and whether it is.
+    """
+    interval = interval_of(mask_function)
+    ids, known = None if interval is None else interval.sequence_ids, is_of_transformers(mask_function)
+    for cell in getattr(mask_function, "__closure__", None) or ():
+        for part in cell.cell_contents if isinstance(cell.cell_contents, tuple) else (cell.cell_contents,):
+            if inspect.isfunction(part):
+                own, of_transformers = documents_in(part)
+                ids, known = own if ids is None else ids, known and of_transformers
+    return ids, known
+
+
+def is_of_transformers(function: Any) -> bool:
+    """Tell whether a function is defined by Transformers."""
+    return str(getattr(function, "__module__", "")).startswith("transformers.")
+
+
 # building and loading -----------------------------------------------------------------------------------------------------
 
 

@@ -31,7 +31,7 @@ from ..core.tracing import readable, sent
 from .base_attention import BaseAttention, base_implementation, is_masked_by_transformers, own_implementation
 from .config_records import Before, ConfigRecord, record_in
 from .forward_context import PASS, current_pass
-from .internals import MaskInterval, interval_of
+from .internals import MaskInterval, documents_in, interval_of
 
 #: Columns of a compact mask.
 INDEX_WIDTH = 6
@@ -274,9 +274,15 @@ def _pairs(asked: MaskRequest, visible: Tensor, windowed: bool) -> Tensor:
     cache_index = torch.arange(kv_length, device=device) + kv_offset
     if attention_mask is None:
         key_start = torch.zeros(batch_size, q_length, dtype=torch.int64, device=device) + kv_offset
-        start = visible.int().argmax(-1) + key_start
-        if windowed and not is_tracing(visible):
-            start = _before_windows(start, q_offset)
+        ids, known = (None, False) if is_tracing(visible) else documents_in(asked.mask_function)
+        if ids is not None:
+            start = _sequence_starts(ids.to(device)).expand(batch_size, -1)
+        elif known:  # chunks and blocks of pictures are no texts of their own
+            start = torch.zeros_like(key_start)
+        else:
+            start = visible.int().argmax(-1) + key_start
+            if windowed and not is_tracing(visible):
+                start = _before_windows(start, q_offset)
         counted = cache_index.expand(batch_size, -1)
     else:
         padding = attention_mask.to(device=device, dtype=torch.bool)
