@@ -170,7 +170,7 @@ def documents_in(mask_function: Callable[..., Any]) -> tuple[Tensor | None, bool
     ids, known = None if interval is None else interval.sequence_ids, is_of_transformers(mask_function)
     for cell in getattr(mask_function, "__closure__", None) or ():
         for part in cell.cell_contents if isinstance(cell.cell_contents, tuple) else (cell.cell_contents,):
-            if inspect.isfunction(part):
+            if callable(part):
                 own, of_transformers = documents_in(part)
                 ids, known = own if ids is None else ids, known and of_transformers
     return ids, known

@@ -373,15 +373,21 @@ def test_chunks_of_attention_start_no_text() -> None:
     """Beside a padded text and alone, under a mask and without one; and in packed documents."""
     changes = {"layer_types": ["chunked_attention", "full_attention"] * 2, "attention_chunk_size": WINDOW}
     m = build("Llama4Text", FAMILIES["llama"][1] | changes, num_local_experts=2, intermediate_size_mlp=48)
+    ids, positions = tokens()[:1], torch.cat([torch.arange(10), torch.arange(14)])[None]
+
+    def documents() -> list[Tensor]:
+        packed = m(ids, position_ids=positions, use_cache=False).logits
+        return [packed, torch.cat([m(x, use_cache=False).logits for x in ids.split([10, 14], 1)], 1)]
+
+    apart = torch.allclose(*documents(), atol=1e-4)  # older releases let chunks go on from one document to the next
     hf_longattn.apply(m, "scale_invariant", tau=3.0, sink_tokens=2, layers="all")
     mask = torch.ones_like(tokens())
     mask[1, :5] = 0
     want = feed(m, tokens(), [20, 1, 3], attention_mask=mask)[:1]
     close(feed(m, tokens()[:1], [20, 1, 3], attention_mask=mask[:1]), want)
     close(feed(m, tokens()[:1], [20, 1, 3]), want)
-    ids, positions = tokens()[:1], torch.cat([torch.arange(10), torch.arange(14)])[None]
-    packed = m(ids, position_ids=positions, use_cache=False).logits
-    close(packed, torch.cat([m(x, use_cache=False).logits for x in ids.split([10, 14], 1)], 1))
+    if apart:
+        close(*documents())
 
 
 def test_gpt2_cross_attention_is_left_alone() -> None:
