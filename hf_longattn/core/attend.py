@@ -147,16 +147,8 @@ def _name(call: Call) -> Hashable:
     """Calls over the same rows with equal names share a plan."""
     method_id = (call.config, call.rotation, call.asked) if call.method_id is None else call.method_id
     shapes = call.query.shape, call.key.shape, call.value.shape[3], call.query.dtype, call.query.device
-    return (
-        method_id,
-        shapes,
-        call.scaling,
-        call.softcap,
-        *(call.learned or ()),
-        call.sink_logits is None,
-        call.dropout,
-        call.trains,
-    )
+    learned, has_sinks = tuple(call.learned or ()), call.sink_logits is not None
+    return method_id, shapes, call.scaling, call.softcap, learned, has_sinks, call.dropout, call.trains
 
 
 def chosen(plan: AttentionPlan) -> ReadyPlan:

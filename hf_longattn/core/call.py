@@ -83,6 +83,6 @@ class Call:
         """True if gradients may be asked for, of tensors or of learned parts."""
         if not torch.is_grad_enabled():
             return False
-        parts = [getattr(part, "func", part) for part in (self.learned or {}).values()]  # of some heads
+        parts = [getattr(part, "func", part) for part in (self.learned or {}).values()]  # those of some heads hold theirs
         tensors = (self.query, self.key, self.value, *(parameter for part in parts for parameter in part.parameters()))
         return any(x.requires_grad for x in tensors)

@@ -28,7 +28,8 @@ from .tracing import keepable
 Learned: TypeAlias = Mapping[str, nn.Module] | None
 #: (query, key, value, factor, sinks, keep) -> the weighted sum of values. factor multiplies the logits of each row: a number,
 #: or (batch or 1, heads or 1, q_len); None is 1. sinks: (heads,), the logarithm of one more term in each denominator, or None.
-#: keep: finds keys that were turned before (see `rotated_keys`), or None.
+#: keep: finds keys that were turned before (see `rotated_keys`), or None; asked for by computations whose `kept_under` is not
+#: None.
 Computation: TypeAlias = Callable[[Tensor, Tensor, Tensor, float | Tensor | None, Tensor | None, Keep | None], Tensor]
 
 

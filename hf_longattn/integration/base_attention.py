@@ -51,12 +51,16 @@ def attention_function(name: str, module: Any) -> Any:
 
 
 def is_masked_by_transformers(name: str) -> bool:
-    """Tell whether an attention's masks are made by a function of Transformers, to which a mask that hides nothing is none."""
+    """Tell whether Transformers makes an attention's masks: its functions take None for a 2-D mask that hides nothing."""
     return is_of_transformers(ALL_MASK_ATTENTION_FUNCTIONS.get(name))
 
 
 def own_implementation(known: Before | None) -> str:
-    """Return the attention that a model would run without a method, of what its config ran before one."""
+    """Return the attention that a model would run without a method.
+
+    Args:
+        known: the record of its config; None: no method came.
+    """
     if known is None or known.implementation in ("sdpa", "eager"):
         return base_implementation(known)  # sdpa would drop a softcap
     return known.implementation
@@ -66,5 +70,8 @@ def base_implementation(known: Before | None) -> str:
     """Return the attention of layers that a method leaves alone: sdpa or eager, into whose masks ours can be turned.
 
     The mask function and the attention function both ask here.
+
+    Args:
+        known: as above.
     """
     return "sdpa" if known is None else known.base

@@ -163,8 +163,11 @@ def interval_of(mask_function: Callable[..., Any]) -> MaskInterval | None:
 
 
 def documents_in(mask_function: Callable[..., Any]) -> tuple[Tensor | None, bool]:
-    """Return the numbers of packed documents that a mask function tells apart, (batch, length), if it is one of Transformers'
-    or made of them, and whether it is.
+    """Look for packed documents in a mask function and in those that it is made of.
+
+    Returns:
+        the numbers by which documents are told apart, (batch, length); None: none were found.
+        whether all these functions are Transformers'; in others documents may be told apart unseen.
     """
     interval = interval_of(mask_function)
     ids, known = None if interval is None else interval.sequence_ids, is_of_transformers(mask_function)

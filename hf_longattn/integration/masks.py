@@ -132,14 +132,14 @@ def layout_mask(
     if section:
         refuse_both_ways(config)
     if "allow_is_bidirectional_skip" in kwargs:  # only the bidirectional masks are asked for with it
-        mask = _left_alone(known, asked, more)
+        mask = _base_mask(known, asked, more)
         if isinstance(mask, Tensor) and readable(mask):
             context_of(mask).both_ways = True
         return mask
     layers = section.layers if isinstance(section, LongAttnConfig) else (section or {}).get("layers")
     only_full = layers in (None, "full_attention")
     if local_size is not None and only_full and (known is None or known.windows):
-        return _left_alone(known, asked, more | {"allow_is_causal_skip": False})
+        return _base_mask(known, asked, more | {"allow_is_causal_skip": False})
     # Never None for a causal layer: Gemma 4 slices queries under any name but "sdpa" and trusts the mask.
     windowed = local_size is not None and local_size == getattr(config, "sliding_window", None)
     on_host, interval = _on_host(asked), recognise(mask_function)
@@ -152,7 +152,9 @@ def layout_mask(
     else:
         layout = _intervals(on_host or asked, interval, sliced=bool(getattr(config, "num_kv_shared_layers", 0)))
     if layout is None:
-        if on_host is not None and (q_length > FEW_QUERIES or not _knows_no_tensor(mask_function)):  # a graph's lengths vary
+        if on_host is not None and (
+            q_length > FEW_QUERIES or interval is None or interval.sequence_ids is not None
+        ):  # a graph's lengths vary
             on_host = None
         given, of_pairs = on_host or asked, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
         visible = of_pairs(**given._asdict(), **kwargs | {"config": config, "allow_is_causal_skip": False})
@@ -174,7 +176,7 @@ def layout_mask(
     return layout
 
 
-def _left_alone(known: Before | None, asked: MaskRequest, more: dict[str, Any]) -> Any:
+def _base_mask(known: Before | None, asked: MaskRequest, more: dict[str, Any]) -> Any:
     """The mask of layers that a method leaves alone."""
     return ALL_MASK_ATTENTION_FUNCTIONS[base_implementation(known)](**asked._asdict(), **more)
 
@@ -189,11 +191,6 @@ def _numbered(mask: Tensor, context: MaskContext) -> Tensor:
         return mask
     forward_pass.layouts[mask.shape, number] = mask.device, context
     return mask.as_strided(mask.shape, (mask.stride(0), number, *mask.stride()[2:]))
-
-
-def _knows_no_tensor(mask_function: Callable[..., Any]) -> bool:
-    """Tell whether a mask function shows the same on every device."""
-    return (interval := recognise(mask_function)) is not None and interval.sequence_ids is None
 
 
 def _on_host(asked: MaskRequest) -> MaskRequest | None:

@@ -139,8 +139,8 @@ def _begin(state: AttentionState, renew: Renew, place: int, model: Any, args: tu
     if outer is not None and outer.state is state:  # a pass inside another
         forward_pass.probed = outer.probed
     else:
-        own, entered = vars(model), False
-        while not entered:  # as `at_gate`, in fewer calls
+        own = vars(model)
+        while True:  # as `at_gate`, in fewer calls
             whose = own.get("_longattn")
             gate = gate_of(whose or state)
             with gate.lock:  # a change comes to its end first
@@ -153,7 +153,7 @@ def _begin(state: AttentionState, renew: Renew, place: int, model: Any, args: tu
                 _prepare(state, renew, model)
                 forward_pass.thread = threading.get_ident()
                 gate.let_in(forward_pass)
-                entered = True
+                break
     forward_pass.whole_config = state.whole_config
     state.claims.check()
     record: CacheRecord = {} if cache is None else record_of(cache)

@@ -207,7 +207,7 @@ def _continued(parsed: ParsedMask, position_ids: Tensor, kv_len: int, forward_pa
     numbering, q_len = record_of(forward_pass.cache).get("numbering"), rows.index.shape[1]
     if not numbering or not any(numbering) or q_len > FEW_QUERIES or position_ids.shape[1:] != (q_len,):
         return None
-    if (row := rows.row) is not None:
+    if (row := rows.row) is not None:  # the same in numbers, since every token of a GPU comes here
         own = row.query, row.query - row.start, row.query - row.start
         places = {place for place, known in zip(own, numbering, strict=True) if known}
         begins = record_of(forward_pass.cache).get("ones") is not None or row.start >= int(parsed.first)
@@ -283,9 +283,9 @@ def _resolve(
 
 
 def _decoding(parsed: ParsedMask, p: Tensor, forward_pass: ForwardContext | None) -> CallNumbering | None:
-    """Find the numbering of a call of one token in few steps: by cache index, from the start, alone (it sees no other key).
+    """Find the numbering of a call of one token in few steps; None: look at the call closer.
 
-    None: look at the call closer.
+    A token counts by its cache index, or from the start of its text; alone, where it sees no other key, it may do either.
 
     Args:
         p: the positions of the tokens, int64 (batch or 1, 1).

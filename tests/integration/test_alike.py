@@ -92,14 +92,14 @@ def test_layers_with_other_numbers_are_others(found_out: list[int]) -> None:
     assert finders(m, found_out) == [0, 2]
 
 
-def test_a_layer_that_reads_both_ways_is_refused_behind_others(found_out: list[int]) -> None:
+def test_a_layer_that_reads_both_ways_is_refused_behind_others() -> None:
     m = hf_longattn.apply(stock("llama", num_hidden_layers=LAYERS), CASES[DEFAULT])
     attention(m)[2].is_causal = False
     with torch.no_grad(), pytest.raises(ValueError, match="is_causal=False on its attention layers"):
         decoded(m, behind(m))
 
 
-def test_a_capture_sees_its_layer_among_others(found_out: list[int]) -> None:
+def test_a_capture_sees_its_layer_among_others() -> None:
     m = hf_longattn.apply(stock("llama", num_hidden_layers=LAYERS), CASES[DEFAULT])
     with torch.no_grad():
         want = decoded(m, behind(m))
