@@ -35,6 +35,8 @@ from .internals import MaskInterval, documents_in, interval_of
 
 #: Columns of a compact mask.
 INDEX_WIDTH = 6
+#: The start of a row's text in a dense mask where position_ids alone tell it.
+UNTOLD = -1
 
 BOTH_WAYS = "the model reads in both directions ({}), and methods are defined for causal attention only"
 
@@ -158,7 +160,7 @@ def layout_mask(
             on_host = None
         given, of_pairs = on_host or asked, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
         visible = of_pairs(**given._asdict(), **kwargs | {"config": config, "allow_is_causal_skip": False})
-        layout = _pairs(given, visible, windowed)
+        layout = _pairs(given, visible, local=local_size is not None, windowed=windowed)
     made, layout = layout, sent(layout, torch.device(device))
     if readable(layout):
         implementation, arguments = own_implementation(known), asked._asdict() | more
@@ -250,19 +252,20 @@ def _intervals(asked: MaskRequest, interval: MaskInterval | None, sliced: bool) 
             return None
     start = first.expand(-1, q_length)
     if interval.sequence_ids is not None:
-        start = _sequence_starts(interval.sequence_ids.to(device)).expand(batch_size, -1)
+        start = sequence_starts(interval.sequence_ids.to(device)).expand(batch_size, -1)
     key_start = torch.zeros_like(start) + kv_offset
     low = start if interval.window is None else torch.maximum(start, position - interval.window + 1)
     columns = [position.expand_as(start), key_start, start, low, high, row.expand_as(start)]
     return torch.stack(columns if whole else [*columns, padding * counted], dim=-1).int()[:, None]
 
 
-def _pairs(asked: MaskRequest, visible: Tensor, windowed: bool) -> Tensor:
+def _pairs(asked: MaskRequest, visible: Tensor, local: bool, windowed: bool) -> Tensor:
     """Make the dense form of a mask.
 
     Args:
         visible: the pairs that it shows, bool (batch or 1, 1, q_len, kv_len).
-        windowed: whether they are seen through a sliding window.
+        local: whether they are seen through a window or in a chunk.
+        windowed: whether that is a sliding window.
     """
     batch_size, q_length, kv_length, q_offset, kv_offset, _, attention_mask, device = asked
     row = torch.arange(q_length, device=device)
@@ -271,14 +274,17 @@ def _pairs(asked: MaskRequest, visible: Tensor, windowed: bool) -> Tensor:
     cache_index = torch.arange(kv_length, device=device) + kv_offset
     if attention_mask is None:
         key_start = torch.zeros(batch_size, q_length, dtype=torch.int64, device=device) + kv_offset
-        ids, known = (None, False) if is_tracing(visible) else documents_in(asked.mask_function)
+        compiling = torch.compiler.is_compiling()  # Dynamo does not show closures
+        ids, known = (None, False) if compiling else documents_in(asked.mask_function)
         if ids is not None:
-            start = _sequence_starts(ids.to(device)).expand(batch_size, -1)
+            start = sequence_starts(ids.to(device)).expand(batch_size, -1)
         elif known:  # chunks and blocks of pictures are no texts of their own
             start = torch.zeros_like(key_start)
+        elif compiling and local:
+            start = torch.full_like(key_start, UNTOLD)
         else:
             start = visible.int().argmax(-1) + key_start
-            if windowed and not is_tracing(visible):
+            if windowed:
                 start = _before_windows(start, q_offset)
         counted = cache_index.expand(batch_size, -1)
     else:
@@ -442,7 +448,7 @@ def _before_windows(seen: Tensor, q_offset: int | Tensor) -> Tensor:
     return torch.where(cached, 0, row + q_offset)
 
 
-def _sequence_starts(ids: Tensor) -> Tensor:
+def sequence_starts(ids: Tensor) -> Tensor:
     """The cache index where the document of each token starts, (batch, length), of packed text."""
     cache_index = torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)
     new = torch.ones_like(ids, dtype=torch.bool)

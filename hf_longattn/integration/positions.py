@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from ..config import LongAttnConfig
-from ..core.geometry import FAR, AttentionLayout
+from ..core.geometry import FAR, AttentionLayout, RowBounds
 from ..core.kernels.kernel import FEW_QUERIES
 from ..core.tracing import assert_later, readable, sent
 from .caches import CallNumbering, Numbering, record_of
 from .forward_context import ForwardContext, LayerCall
 from .masks import (
     BOTH_WAYS,
+    UNTOLD,
     MaskContext,
     ParsedMask,
     context_of,
@@ -34,6 +35,7 @@ from .masks import (
     is_layout_mask,
     read_mask,
     read_own_mask,
+    sequence_starts,
 )
 from .numbering import Numbered, own_positions
 from .token_axes import UNSEEN, by_axis, one_axis
@@ -104,11 +106,35 @@ def rows_under(mask: Tensor | None, layer_call: LayerCall) -> MaskContext:
     if forward_pass is not context.forward_pass:
         context.forward_pass, context.alike = forward_pass, {}
     context.q_len = layer_call.q_len
+    if context.base is None:  # a graph may have made it
+        parsed = _with_starts(parsed, positions, kv_len)
     known = context.rows if context.positions is positions else None
     rows = _with_positions(parsed, layer_call) if known is None else known
     if not layer_call.traced:
         _refuse_packed(rows, layer_call.more)
     return context.keep(rows, positions, kv_len)
+
+
+def _with_starts(parsed: ParsedMask, position_ids: Tensor | None, kv_len: int) -> ParsedMask:
+    """The rows with the starts of texts that the mask of a compiled call leaves to position_ids (`masks.UNTOLD`).
+
+    Without an attention mask or a cache, Transformers tells packed documents apart by position_ids, before windows and chunks.
+    """
+    rows = parsed.rows
+    if rows.allowed is None or rows.hides_tokens:
+        return parsed
+    query, key_start, start, low, high = rows.bounds
+    begun = torch.zeros_like(start)
+    if position_ids is not None and position_ids.ndim > 2:  # of four axes the first numbers the text
+        position_ids = position_ids[0] if len(position_ids) > 3 else None
+    if position_ids is not None and position_ids.shape[1] == kv_len:
+        again = position_ids.diff(prepend=position_ids[:, :1] - 1) != 1
+        starts, batch = sequence_starts(again.cumsum(-1)), max(len(position_ids), len(query))
+        begun = starts.to(query.device).expand(batch, -1).gather(1, (query - key_start).expand(batch, -1))
+        first = rows.allowed[:, 0].int().argmax(-1) + key_start
+        assert_later(((first >= begun) | (start != UNTOLD) | ~rows.real_rows(kv_len)).all(), _TRACED)
+    bounds = RowBounds(query, key_start, torch.where(start == UNTOLD, begun, start), low, high)
+    return parsed._replace(rows=AttentionLayout(bounds.stacked(), rows.allowed))
 
 
 def _under_own_mask(mask: Tensor, layer_call: LayerCall) -> AttentionLayout:

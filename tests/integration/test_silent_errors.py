@@ -390,6 +390,30 @@ def test_chunks_of_attention_start_no_text() -> None:
         close(*documents())
 
 
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["chunks", "windows", "pictures"])
+def test_what_a_layer_sees_starts_no_text_in_a_graph(name: str) -> None:
+    """One text, packed documents, and a text behind a cache, where Dynamo does not show what a mask is made of."""
+    inputs = {"input_ids": tokens()[:1]}
+    if name == "chunks":
+        changes = {"layer_types": ["chunked_attention", "full_attention"] * 2, "attention_chunk_size": WINDOW}
+        m = build("Llama4Text", FAMILIES["llama"][1] | changes, num_local_experts=2, intermediate_size_mlp=48)
+    elif name == "windows":
+        m = stock("gemma3")
+    else:
+        m, inputs = multimodal(), picture()
+    hf_longattn.apply(m, "scale_invariant", tau=3.0, sink_tokens=2, layers="all")
+    want, compiled = m(**inputs, use_cache=False).logits, torch.compile(m, backend="eager")
+    close(compiled(**inputs, use_cache=False).logits, want)
+    if name == "pictures":
+        return
+    ids, positions = inputs["input_ids"], torch.cat([torch.arange(10), torch.arange(14)])[None]
+    packed = m(ids, position_ids=positions, use_cache=False).logits
+    close(compiled(ids, position_ids=positions, use_cache=False).logits, packed)
+    close(feed(compiled, ids, [20, 4]), want)
+
+
 def test_gpt2_cross_attention_is_left_alone() -> None:
     """It shares the implementation's name, passes no position_ids, and is not causal."""
     torch.manual_seed(0)
