@@ -61,6 +61,10 @@ _OWN_MASK = (
     "a 4-D mask over a KV cache does not show where a text starts, from which positions in and behind pictures are counted: "
     "pass a 2-D mask"
 )
+_UNKNOWN_START = (
+    "{name} counts from the start of a text, and this 4-D mask over a KV cache does not show it: its first keys may be "
+    "padding or lie before a window. Pass a 2-D mask, or position_ids that count visible tokens only"
+)
 _SHARD = (
     "position_ids start at {off} although nothing comes before, and several processes run: this looks like one process's part "
     "of a sequence that context or sequence parallelism has split, and each part would attend to itself alone. hf_longattn "
@@ -149,7 +153,7 @@ def _under_own_mask(mask: Tensor, layer_call: LayerCall) -> AttentionLayout:
         return by_axis(parsed, parsed.rows, forward_pass, kv_len)
     rows = _with_positions(parsed, layer_call, own_mask=True)
     if parsed.counted is not None and method.config is not None:
-        refuse_unknown_start(method.config, rows, layer_call.positions)
+        refuse_unknown_start(method.config, rows, layer_call.positions, kv_len)
     return rows
 
 
@@ -360,22 +364,21 @@ def _traced(parsed: ParsedMask, position_ids: Tensor, kv_len: int) -> AttentionL
     return rows if rows.allowed is None else call.explicit()
 
 
-def refuse_unknown_start(config: LongAttnConfig, rows: AttentionLayout, position_ids: Tensor | None) -> None:
+def refuse_unknown_start(config: LongAttnConfig, rows: AttentionLayout, position_ids: Tensor | None, kv_len: int) -> None:
     """Raise where a 4-D mask over a KV cache leaves open whether its first keys are padding or before a window."""
-    sinks = config.logit_map is not None and config.logit_map.sink_tokens > 0
-    if not (sinks or config.remap is not None) or torch.compiler.is_compiling():
+    if not ((config.logit_map is not None and config.logit_map.sink_tokens > 0) or config.remap is not None):
         return
     cache_index, start = rows.bounds.query, rows.bounds.start
     from_cache = torch.ones_like(start, dtype=torch.bool)
     if position_ids is not None:  # of one axis or several
         from_cache = (position_ids[..., -start.shape[1] :] == cache_index).reshape(-1, *start.shape).all(0)
-    late = from_cache & (start > 0) & rows.real_rows(int(cache_index.max()) + 1)
+    late = from_cache & (start > 0) & rows.real_rows(kv_len)
     moves = (start != start[:, -1:]) | (cache_index.shape[1] == 1)  # padding stays where it is, a window goes on
-    if bool((late & moves).any()):
-        raise ValueError(
-            f"{config.name} counts from the start of a text, and this 4-D mask over a KV cache does not show it: its first "
-            "keys may be padding or lie before a window. Pass a 2-D mask, or position_ids that count visible tokens only"
-        )
+    known, message = ~(late & moves).any(), _UNKNOWN_START.format(name=config.name)
+    if torch.compiler.is_compiling():
+        assert_later(known, message)
+    elif not known:
+        raise ValueError(message)
 
 
 def _several_processes() -> bool:

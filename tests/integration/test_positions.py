@@ -452,6 +452,16 @@ def test_a_mask_over_a_cache_shows_where_a_text_starts_or_is_refused(axes: int |
             m(ids[:, 8:], attention_mask=mask[:, :, 8:].bool(), position_ids=given, **{CACHE: cache})
 
 
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_graph_refuses_a_mask_over_a_cache_that_does_not_show_where_a_text_starts() -> None:
+    m, ids = model("llama", CASES["sinks"]), tokens(1, 9)
+    cache = m(ids[:, :8], attention_mask=torch.ones(1, 8).index_fill(1, torch.arange(3), 0))[CACHE]
+    mask = torch.ones(1, 1, 1, 9, dtype=torch.bool).index_fill(3, torch.arange(3), False)
+    with pytest.raises(RuntimeError, match=r"does not show it.*Pass a 2-D mask"):
+        torch.compile(m, backend="eager")(ids[:, 8:], attention_mask=mask, **{CACHE: cache})
+
+
 @pytest.mark.parametrize("own", [(0,), (1,), (0, 1)], ids=["prompt", "token", "both"])
 @torch.no_grad()
 def test_every_call_on_a_cache_counts_alike_under_own_masks_too(own: tuple[int, ...]) -> None:
