@@ -114,8 +114,7 @@ def rows_under(mask: Tensor | None, layer_call: LayerCall) -> MaskContext:
         parsed = _with_starts(parsed, positions, kv_len)
     known = context.rows if context.positions is positions else None
     rows = _with_positions(parsed, layer_call) if known is None else known
-    if not layer_call.traced:
-        _refuse_packed(rows, layer_call.more)
+    _refuse_packed(rows, layer_call.more)
     return context.keep(rows, positions, kv_len)
 
 
@@ -158,16 +157,24 @@ def _under_own_mask(mask: Tensor, layer_call: LayerCall) -> AttentionLayout:
 
 
 def _refuse_packed(rows: AttentionLayout, more: Mapping[str, Any]) -> None:
-    """Raise ValueError where the arguments of a call tell documents apart that its mask does not."""
+    """Raise ValueError where the arguments of a call tell documents apart that its mask does not; graphs later."""
     ends, numbers = more.get("cu_seq_lens_q"), more.get("seq_idx")
     if numbers is not None:
-        documents = sum(len(row.unique()) for row in numbers)
+        documents = _changes(numbers)
     elif ends is not None:
-        documents = int((ends.diff() > 0).sum())
+        documents = (ends.diff() > 0).sum()
     else:
         return
-    if documents > sum(len(row.unique()) for row in rows.bounds.start):
+    fits = documents.to(rows.index.device) <= _changes(rows.bounds.start)
+    if torch.compiler.is_compiling():
+        assert_later(fits, _PACKED)
+    elif not fits:
         raise ValueError(_PACKED)
+
+
+def _changes(numbers: Tensor) -> Tensor:
+    """Count the runs of equal numbers in all rows, ()."""
+    return (numbers.diff() != 0).sum() + len(numbers)
 
 
 def _with_positions(parsed: ParsedMask, layer_call: LayerCall, own_mask: bool = False) -> AttentionLayout:

@@ -162,6 +162,8 @@ def test_packed_documents_that_flash_attention_alone_would_tell_apart_are_refuse
         with pytest.raises(ValueError, match=r"cu_seq_lens or seq_idx tells packed documents apart.*position_ids"):
             m(ids, use_cache=False, **told)
         close(m(ids, position_ids=PACKED, use_cache=False, **told).logits[:, 9:], m(ids[:, 9:]).logits)
+    with pytest.raises(RuntimeError, match="tells packed documents apart"):
+        torch.compile(m, backend="eager")(ids, use_cache=False, seq_idx=numbers)
 
 
 def test_what_positions_cannot_mean_is_refused() -> None:
