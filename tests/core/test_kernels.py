@@ -311,6 +311,32 @@ def test_half_precision_error_budget(
     assert error(ours) <= 2 * budget
 
 
+@pytest.mark.parametrize("q_len", [1, 700])
+def test_a_steep_bias_makes_no_denormal_numbers(q_len: int) -> None:
+    """Far keys' probabilities, and in the backward pass their products with gradients, which many CPUs multiply slowly."""
+    tensors = [x.float().requires_grad_(q_len > 1) for x in inputs(b=1, h=4, kv=2, q=q_len, k=700)]
+    with Operators() as watched:
+        out = hf_longattn.attention(*tensors, CASES["alibi"])
+        if q_len > 1:
+            out.square().mean().backward()
+    assert watched.multiplied
+    assert not watched.denormal
+    close(out.double(), reference_attention(*(x.double() for x in tensors), CASES["alibi"]), 1e-5)
+
+
+@pytest.mark.parametrize("case", ["alibi", "scale_invariant", "adaptive_temperature"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_decoding_widens_halves_in_pieces(case: str, dtype: torch.dtype, sizes: Callable[..., None]) -> None:
+    """Keys and values of a cache in half precision: never all at once in float32."""
+    sizes(KEY_ELEMENTS=256, KEYS=8)
+    tensors = [x.to(dtype) for x in inputs(b=2, h=4, kv=2, q=1, k=300, d=6)]
+    with Operators() as watched:
+        out = hf_longattn.attention(*tensors, CASES[case], rotation=ROTATION)
+    want = reference_attention(*(x.double() for x in tensors), CASES[case], rotation=ROTATION)
+    close(out.double(), want, 2.0 * torch.finfo(dtype).eps * float(want.abs().max()))
+    assert watched.ran[torch.ops.aten.baddbmm_] == math.ceil(300 / max(256 // (4 * 6), 8))
+
+
 @pytest.mark.parametrize(
     ("machine", "mkldnn", "units", "fast"),
     [

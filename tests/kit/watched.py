@@ -17,12 +17,13 @@ class Operators(TorchDispatchMode):
     """While open, counts operators.
 
     `ran`: how often each did. `multiplied`: numbers that products multiply, those of fused attention too, whether hidden or
-    not. `largest`: the elements of the largest tensor that any operator returns.
+    not. `denormal`: how many of these are denormal numbers of float32. `largest`: the elements of the largest tensor that any
+    operator returns.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest = self.multiplied = 0
+        self.largest = self.multiplied = self.denormal = 0
         self.ran: Counter[Any] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -35,6 +36,8 @@ class Operators(TorchDispatchMode):
         elif name in (aten.bmm, aten.baddbmm_):
             left, right = args[-2:]
             self.multiplied += left.numel() * right.shape[2]
+            tiny = torch.finfo(torch.float32).tiny
+            self.denormal += sum(int(((x != 0) & (x.abs() < tiny)).sum()) for x in (left, right))
         for x in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(x, Tensor):
                 self.largest = max(self.largest, x.untyped_storage().nbytes() // max(x.element_size(), 1))

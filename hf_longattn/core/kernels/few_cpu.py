@@ -191,7 +191,10 @@ class Dense:
             logits = (log_p if sinks is None else logits).mul_(by_row)  # a constant for each row counts beside sinks alone
             if self.hidden is not None:
                 logits.view(-1, self.keys.kv_heads, *logits.shape[1:]).masked_fill_(self.hidden, MASK_VALUE)
-        out = self._averaged(torch.softmax(logits, -1), value.to(self.keys.wide)).view(*query.shape[:3], -1)
+        weights = torch.softmax(logits, -1)
+        if self.map is not None:  # a bias by distance makes denormal numbers, whose products take five times as long
+            torch.threshold_(weights, torch.finfo(weights.dtype).tiny, 0.0)
+        out = self._averaged(weights, value).view(*query.shape[:3], -1)
         return out if sinks is None else merge_outputs([(out, logits.logsumexp(-1).view(query.shape[:3]), logits)], sinks)
 
     def _logits(self, query: Tensor, key: Tensor, factor: Factor, kept: RotatedKeys | None) -> Tensor:
@@ -241,10 +244,9 @@ class Dense:
 
     def _averaged(self, weights: Tensor, value: Tensor) -> Tensor:
         if not self.keys.gaps:
-            return torch.bmm(weights, value.flatten(0, 1))
+            return _sums(weights, value)
         shares = weights.split_with_sizes([segment.size for segment in self.keys.segments], -1)
-        pairs = zip(shares, self.keys.cut(value), strict=True)
-        return functools.reduce(torch.add, (torch.bmm(share, own.flatten(0, 1)) for share, own in pairs))
+        return functools.reduce(torch.add, map(_sums, shares, self.keys.cut(value)))
 
 
 def _scores(rows: Tensor, key: Tensor, angles: Angles | None, normed: bool) -> Tensor:
@@ -264,9 +266,10 @@ def _scores(rows: Tensor, key: Tensor, angles: Angles | None, normed: bool) -> T
     at_once = max(KEY_ELEMENTS // (step * width), 1)
     entries, shared = (batch, heads) if batch * heads <= at_once else (1, at_once)
     cuts = (keys, step), (batch, entries), (heads, shared)
+    buffer = rows.new_empty(entries, shared, step, width)
     for c, b, h in itertools.product(*([slice(i, i + size) for i in range(0, length, size)] for length, size in cuts)):
         part, turn = into[b, h, :, c], (turns[0][b, h, c], turns[1][b, h, c]) if turns else None
-        part.copy_(_read(own[b, h].flatten(0, 1), key[b, h, c], turn, normed).view_as(part))
+        part.copy_(_read(own[b, h].flatten(0, 1), _widened(key[b, h, c], buffer), turn, normed).view_as(part))
     return out
 
 
@@ -281,3 +284,21 @@ def _read(rows: Tensor, key: Tensor, angles: Angles | None, normed: bool) -> Ten
     else:
         out = torch.bmm(rows, torch.cat([angles[0] * key, angles[1] * key], -1).flatten(0, 1).mT)
     return out.div_(norms(key).flatten(0, 1).mT) if normed else out
+
+
+def _sums(weights: Tensor, value: Tensor) -> Tensor:
+    """The weighted sums of values (batch, kv_heads, keys, width), (batch * kv_heads, rows, width) in the dtype of weights."""
+    if value.dtype == weights.dtype:
+        return torch.bmm(weights, value.flatten(0, 1))
+    batch, heads, keys, width = value.shape
+    step = min(max(KEY_ELEMENTS // (batch * heads * width), KEYS), keys)
+    out, buffer = weights.new_zeros(*weights.shape[:2], width), weights.new_empty(batch, heads, step, width)
+    for start in range(0, keys, step):
+        c = slice(start, start + step)
+        out.baddbmm_(weights[..., c], _widened(value[:, :, c], buffer).flatten(0, 1))
+    return out
+
+
+def _widened(x: Tensor, buffer: Tensor) -> Tensor:
+    """x in the dtype of a buffer, which is written to: a new tensor for each part would be new memory each time."""
+    return x if x.dtype == buffer.dtype else buffer[tuple(map(slice, x.shape))].copy_(x)

@@ -27,6 +27,8 @@ ROW_ELEMENTS = 1 << 19
 TEMPERED_ROWS = 64
 #: Columns whose products in half precision are summed at a time.
 HALF_COLUMNS = 1 << 11
+#: A bias below this makes many probabilities denormal numbers, with which many CPUs' products take five times as long.
+FALLS_TO = -64.0
 
 
 #: Output, logsumexp and entropy of rows, (heads, group, rows, value_dim or 1); None: not asked for.
@@ -63,6 +65,8 @@ class TiledCall:
         self.key_start = int(bounds.key_start[0, 0])
         self.gain = self.bias = self.ids = None
         self.hides_future = False
+        #: whether to set probabilities to 0 that a CPU multiplies slowly
+        self.flushes = bias is not None and bias.device.type == "cpu" and bool((bias < FALLS_TO).any())
         if gain is not None and bias is not None and rows.query_ids is not None and rows.key_ids is not None:
             self.gain, self.bias = gain.to(self.dtype), bias.to(self.dtype)
             self.ids = rows.query_ids.expand(self.batch, -1), rows.key_ids.expand(self.batch, -1)
@@ -352,8 +356,12 @@ class Tile:
     def softmax(self, logits: Tensor) -> Tensor:
         """Probabilities in place; 0 in fully masked rows."""
         nothing = logits.amax(-1, keepdim=True) <= MASK_VALUE / 2 if self.fully_masked else None
-        torch.softmax(logits, -1, out=logits)
-        return logits if nothing is None else logits.masked_fill_(nothing, 0.0)
+        p = self.flushed(torch.softmax(logits, -1, out=logits))
+        return p if nothing is None else p.masked_fill_(nothing, 0.0)
+
+    def flushed(self, p: Tensor) -> Tensor:
+        """Set to 0, in place, probabilities whose products with gradients are denormal, where there may be many."""
+        return torch.threshold_(p, 2.0**24 * torch.finfo(p.dtype).tiny, 0.0) if self.tiled.flushes else p
 
     def attend(self, with_lse: bool, with_entropy: bool) -> Sums:
         """The rows' sums over this block's columns alone; the entropy comes with the logsumexp."""
@@ -363,10 +371,10 @@ class Tile:
             top = logits.amax(-1, keepdim=True)
             if with_entropy:
                 # with the largest logit at 0, H = ln Z - sum p L adds two terms >= 0: nothing cancels
-                p = torch.softmax(logits.sub_(top), -1, out=self.tiled.buffer("p", *self.shape))
+                p = self.flushed(torch.softmax(logits.sub_(top), -1, out=self.tiled.buffer("p", *self.shape)))
                 entropy = -torch.einsum("hgrc,hgrc->hgr", p, logits)[..., None]
             else:
-                torch.softmax(logits, -1, out=p)
+                self.flushed(torch.softmax(logits, -1, out=p))
             largest = p.amax(-1, keepdim=True).log_()  # the largest probability is exp(top - lse)
             lse = top - largest
             entropy = None if entropy is None else entropy.sub_(largest)
@@ -385,7 +393,7 @@ class Tile:
         top = logits.amax(-1, keepdim=True)
         if self.fully_masked:  # such rows stay where they are
             top.masked_fill_(top <= MASK_VALUE / 2, 0.0)
-        p = torch.softmax(logits.sub_(top), -1, out=self.tiled.buffer("p", *self.shape))
+        p = self.flushed(torch.softmax(logits.sub_(top), -1, out=self.tiled.buffer("p", *self.shape)))
         # the largest logit is 0, and its probability 1 / Z: H = ln Z - sum p L adds two terms >= 0, nothing cancels
         entropy = -p.amax(-1).log_() - torch.linalg.vecdot(p, logits)
         return logits.mul_(temper(entropy)[..., None])
@@ -447,7 +455,7 @@ class Tile:
             p = self.softmax(logits)
         else:
             log_p = logits.sub_(lse)
-            p = torch.exp(log_p, out=log_p if d_entropy is None else self.tiled.buffer("p", *self.shape))
+            p = self.flushed(torch.exp(log_p, out=log_p if d_entropy is None else self.tiled.buffer("p", *self.shape)))
         d = self.tiled.buffer("d", *self.flat, self.shape[3])
         if self.value is None or d_out is None:
             d = d.zero_().view(self.shape)
