@@ -51,6 +51,8 @@ ONCE = [
 ]
 #: Query heads, key heads, head_dim of SmolLM2 135M, Llama 3 8B, Gemma 3 270M; bytes of keys and values that no cache holds.
 OWN, COLD = ((9, 3, 64), (32, 8, 128), (4, 1, 256)), 150_000_000
+#: Lengths by mode of calls in bfloat16, of the first two of these shapes.
+HALF = {"forward": (2048, 4096, 8192), "decode": (4096, 16384, 65536)}
 WITHOUT = ("none", "tiled")  # what the tiled kernel costs where no method needs it
 
 
@@ -81,6 +83,10 @@ def parts() -> Parts:
     for mode, dtype in itertools.product(DECODED, (torch.float32, torch.bfloat16)):
         name = f"long unchanged, {mode} {str(dtype).removeprefix('torch.')}"
         result[name] = lambda a=(mode, dtype): torch.no_grad()(own_rows)(*a)
+    for (heads, kv_heads, head_dim), (mode, lengths) in itertools.product(OWN[:2], HALF.items()):
+        for length in lengths:
+            its = Shape(heads, kv_heads, length, head_dim)
+            result[f"long {mode} bfloat16 {heads}/{kv_heads} {length}"] = lambda a=(its, mode): half_rows(*a)
     for name in (PEER, MAP, EAGER):
         for mode in ("forward", "forward+backward"):
             for length in (2048, 4096) if name == EAGER else (4096, 8192, 16384):
@@ -107,6 +113,14 @@ def turned_rows(mode: str, length: int, dtype: torch.dtype) -> Rows:
     rounds, repeat = (9, 2) if length < 65536 else (5, 1)
     chosen = ONCE if mode == "decode" else [*((name, "auto") for name in TURNED), MAP, ("adaptive_temperature", "auto")]
     return compare(attention_calls(its, mode, dtype, "cpu", [PEER, *chosen]), rounds, about, PEER, repeat)
+
+
+def half_rows(its: Shape, mode: str) -> Rows:
+    """Calls in bfloat16, which CPUs with units for it compute in a fraction of the time."""
+    about = about_call(its, mode, torch.bfloat16, "cpu")
+    about["mode"] += f" bfloat16 {its.heads}/{its.kv_heads}"
+    chosen = [*FAMILY, *([BANDED[0]] if its.length > 4096 else [])]
+    return compare(attention_calls(its, mode, torch.bfloat16, "cpu", [PEER, *chosen]), 7, about, PEER)
 
 
 def own_rows(mode: str, dtype: torch.dtype) -> Rows:
