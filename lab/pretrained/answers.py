@@ -144,6 +144,7 @@ def contents() -> Contents:
     `<!-- answers less: MODEL LENGTH | other -->`: every setting without an adapter less another, paired by question; of
     `| label | ...` behind it, these.
     `<!-- answers right: MODEL LENGTH | label -->`: a number of a sentence, as "12 of 60".
+    `<!-- answers unread: MODEL LENGTH ... -->`: the lengths at which some text is not read under every setting.
     """
     rows = runner.rows_of(ANSWERS.result.name)
 
@@ -180,7 +181,14 @@ def contents() -> Contents:
         (model, length), (label,) = parts(what)
         return count(of(model, length)[label])
 
-    return {"answers": table, "answers less": less, "answers right": right}
+    def unread(what: str) -> str:
+        model, *lengths = what.split()
+        texts = {row["text"] for row in rows}
+        read = {n: of(model, n) for n in lengths}
+        short = [f"{int(n):,}" for n in lengths if not read[n] or min(map(len, read[n].values())) < len(texts)]
+        return " and ".join(short) if short else "no length"
+
+    return {"answers": table, "answers less": less, "answers right": right, "answers unread": unread}
 
 
 HALVES = (range(FACTS // 2), range(FACTS // 2, FACTS))
