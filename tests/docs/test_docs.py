@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.peft import PeftAdapterMixin
 
 import hf_longattn
+from hf_longattn import extension
 from hf_longattn.evaluation import copy_losses, prefix_of, token_losses, with_copies
 from hf_longattn.evaluation.rows import RowFile
 from hf_longattn.evaluation.settings import Setting
@@ -379,6 +380,28 @@ def test_what_is_said_of_gemma_is_in_the_rows() -> None:
     told = "cost {:.2f} to {:.2f} nats in the three texts (`rerope`: {:.2f} to {:.2f}) and prose is {:.2f} to {:.2f} worse"
     bounds = [bound for values in (logn, rerope, prices) for bound in (min(values), max(values))]
     assert told.format(*bounds) in prose("docs/lab/longer.md")
+
+
+def test_what_is_said_of_far_copies_several_lengths_out_is_in_the_rows() -> None:
+    """Of SmolLM2, untrained: what extend's warning says of `rerope`, and what the negative results say of all remaps."""
+    costs: dict[tuple[str, bool], list[float]] = {}  # by method, and whether beyond four times the trained length
+    for row in (r for files in regret.MEASURED for r in runner.rows_of(files)):
+        if row["model"].startswith("SmolLM2") and row["length"] >= 4 * row["trained"] and "adapter" not in row:
+            beyond = row["length"] > 4 * row["trained"]
+            costs.setdefault((regret.methods(row), beyond), []).append(mean_interval(paired.losses(row, "far"))[0])
+
+    def bounds(remaps: Sequence[str], temperatures: Sequence[str], beyond: bool) -> list[str]:
+        found = [x for m in remaps for t in temperatures for x in costs.get((m + t, beyond), [])]
+        return [f"{min(found):.1f}", f"{max(found):.1f}"]
+
+    four, far = (bounds(["rerope"], ["", "+infoscale"], beyond) for beyond in (False, True))
+    told = extension.beyond_shown(8192, 65536)
+    assert told is not None
+    assert "{} to {} nats per token at 4 times under rerope, and {} to {} at 8 and 16 times".format(*four, *far) in told
+    at_both = "far copies cost {} to {} nats at eight and sixteen times, {} to {} at four".format(*far, *four)
+    assert at_both in prose("docs/lab/longer.md")
+    of_all = bounds(["rerope", "leaky_rerope", "self_extend"], ["", "+infoscale", "+logn"], beyond=True)
+    assert "far copies cost {} to {} nats".format(*of_all) in prose("docs/lab/negative.md")
 
 
 def test_the_regret_of_extend_is_the_least_of_all_rules_but_those_that_are_named() -> None:
