@@ -412,6 +412,20 @@ def test_the_regret_of_extend_is_the_least_of_all_rules_but_those_that_are_named
         assert not apart or (sum(apart) < 0) == (rule in named), rule
 
 
+def test_what_is_said_of_conversions_is_in_the_rows() -> None:
+    """By strings, which cost 4.13 nats to guess, at 16 and 64 times the window."""
+    strings = {key: measured["strings"][2:] for key, measured in rows_of("conversion").items()}
+    trained = {key: far for key, far in strings.items() if re.search(r"-\d+%$", key[0]) and "cosscale" not in key[0]}
+    for (variant, seed), far in trained.items():
+        if re.search(r"alibi|nope|scale_invariant", variant):
+            assert min(far) > 4.1, variant
+        elif variant.startswith("prope+map"):
+            assert trained["prope-15%", seed][0] < far[0] < 3.1, variant  # behind p-RoPE alone, and far from guessing
+    assert "retrieve nothing from 16 times the window on; p-RoPE, and the calibrated map on it, a part" in prose(
+        "docs/lab/conversion.md"
+    )
+
+
 def test_the_factors_of_stronger_temperatures_are_those_of_the_formulas() -> None:
     page = (ROOT / "docs" / "lab" / "copies.md").read_text()
     for times, name, exponents in (
