@@ -204,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--code", type=Path)
     parser.add_argument("--texts", type=int, default=100)
     parser.add_argument("--longest", type=int, default=4096)
-    parser.add_argument("--questions", type=int, default=8)
+    parser.add_argument("--questions", type=int, default=4)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="numbers in a question")
     parser.add_argument("--code-tokens", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=0)

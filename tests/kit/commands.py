@@ -16,19 +16,22 @@ ROOT = Path(__file__).parents[2]
 
 
 def options_of(source: str) -> set[str]:
-    """The options that a script adds, with those of the modules beside it that it imports."""
+    """The options that a script adds and its other words, with those of the modules beside it that it imports."""
     path, found = ROOT / source, set()
     modules = re.findall(r"^(?:from|import) (?:[\w.]+\.)?(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
     for file in (path, *(path.parent / f"{module}.py" for module in modules)):
         if file.is_file():
-            found |= set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', file.read_text(encoding="utf-8")))
+            found |= set(re.findall(r'add_argument\(\s*"([\w-]+)"', file.read_text(encoding="utf-8")))
     return found
 
 
 def check_script(source: str, words: list[str]) -> None:
     assert (ROOT / source).is_file()
-    unknown = {w.partition("=")[0] for w in words if w.startswith("--")} - options_of(source) - {"--help"}
+    taken = options_of(source)
+    unknown = {w.partition("=")[0] for w in words if w.startswith("--")} - taken - {"--help"}
     assert not unknown, f"{source} has no {unknown}"
+    if words and not words[0].startswith("-"):
+        assert any(not name.startswith("-") for name in taken), f"{source} takes no word such as {words[0]}"
 
 
 def ours(name: str) -> Any:
