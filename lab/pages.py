@@ -23,6 +23,7 @@ from lab.pretrained import (
     choice,
     copies,
     decoding,
+    dispersion,
     headline,
     longer_on_model,
     many,
@@ -193,7 +194,18 @@ def contents() -> Contents:
         "extend": extended,
         "probe": probed,
     }
-    pretrained = (answers, choice, copies, decoding, headline, longer_on_model, many, methods_on_model, methods_trained)
+    pretrained = (
+        answers,
+        choice,
+        copies,
+        decoding,
+        dispersion,
+        headline,
+        longer_on_model,
+        many,
+        methods_on_model,
+        methods_trained,
+    )
     pretrained += (needles_on_model, quantised_cache, reading_far, regret, trained)
     for measured in (papers, coverage, *pretrained, speed, gpu_tables, vllm_speed):
         own |= measured.contents()

@@ -18,8 +18,10 @@ import functools
 import math
 import random
 import re
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -28,9 +30,11 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, DynamicCache
 
 import hf_longattn
 from hf_longattn.evaluation import Cell, Experiment
+from hf_longattn.evaluation.report import markdown
 from hf_longattn.evaluation.rows import Row, RowFile, versions
 from hf_longattn.evaluation.settings import Setting
 from hf_longattn.integration.caches import CACHE
+from lab.markdown import Contents
 from lab.pretrained.runner import RESULTS
 
 COLUMNS = ("task", "model", "way", "query", "layer")
@@ -195,6 +199,67 @@ def cells(args: argparse.Namespace) -> Iterator[Cell]:
     yield cell("entropy", lambda _: once(entropy, full[0]), layer=full[0])
     for layer in full if args.code else ():
         yield cell("spread", lambda _, layer=layer: once(spread)[layer], layer=layer)
+
+
+# tables ---------------------------------------------------------------------------------------------------------------
+
+#: Of outputs, the lengths of the table and the first of the slope; of entropies, the numbers of elements.
+SHOWN, FROM, ELEMENTS = (8, 64, 512, 4096), 64, (2, 8, 32, 128, 512)
+
+
+def slope(lengths: Sequence[int], deviations: Sequence[float]) -> float:
+    """Of the logarithm by the logarithm of the length, by least squares."""
+    return statistics.linear_regression([math.log(n) for n in lengths], [math.log(d) for d in deviations]).slope
+
+
+def contents() -> Contents:
+    """What stands below `<!-- dispersion: TASK -->`: the rows of a task as a table."""
+    rows = RowFile(RESULTS / "dispersion.json").all
+
+    def of(task: str) -> list[Row]:
+        return [row for row in rows if row["task"] == task]
+
+    def outputs_table() -> str:
+        body = []
+        for row in of("outputs"):
+            root_mean_square = [math.sqrt(fmean(x * x for x in by_head)) for by_head in row["deviation"]]
+            by_length, first = dict(zip(row["lengths"], root_mean_square, strict=True)), row["lengths"].index(FROM)
+            heads = [slope(row["lengths"][first:], head[first:]) for head in zip(*row["deviation"], strict=True)]
+            whole = slope(row["lengths"][first:], root_mean_square[first:])
+            name = row["way"] + ", the same last token" * (row["query"] == "the same")
+            told = [f"{1000 * by_length[n]:.1f}" for n in SHOWN]
+            body.append([name, *told, f"{whole:.2f}", f"{min(heads):.2f} to {max(heads):.2f}"])
+        head = ["deviation, thousandths, at n =", *(f"{n:,}" for n in SHOWN), f"slope from {FROM}", "of the heads"]
+        return markdown(head, body)
+
+    def entropy_table() -> str:
+        body = []
+        for row in of("entropy"):
+            at = [row["sizes"].index(n) for n in ELEMENTS]
+            found = [row["entropy"][n] for n in at]
+            body.append([f"{row['model']}, layer {row['layer']}: tokens", *(f"{row['lengths'][n]:,}" for n in at)])
+            body.append(["mean over heads", *(f"{fmean(x):.2f}" for x in found)])
+            body.append(["lowest and highest head", *(f"{min(x):.2f} – {max(x):.2f}" for x in found)])
+        return markdown(["entropy (nats) at elements", *map(str, ELEMENTS)], body)
+
+    def spread_table() -> str:
+        body = []
+        for model in dict.fromkeys(row["model"] for row in of("spread")):
+            here = [row for row in of("spread") if row["model"] == model]
+            deltas = [x for r in here for x in r["spread"]]
+            ratios = [b / x for r in here for b, x in zip(r["bound"], r["spread"], strict=True)]
+            told = [f"{x:.2f}" for x in (min(deltas), max(deltas))]
+            told += [
+                f"{fmean(deltas):.2f} ± {statistics.stdev(deltas):.2f}",
+                f"{min(ratios):.1f}",
+                f"{statistics.median(ratios):.0f}",
+            ]
+            body.append([f"{model}, {here[0]['tokens']:,} tokens", f"{len(here)}, {len(deltas)}", *told])
+        head = ["", "layers, heads", "least δ", "largest δ", "mean ± deviation", "least bound/δ", "median bound/δ"]
+        return markdown(head, body)
+
+    tables = {"outputs": outputs_table, "entropy": entropy_table, "spread": spread_table}
+    return {"dispersion": lambda task: tables[task]()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
