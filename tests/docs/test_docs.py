@@ -426,6 +426,25 @@ def test_what_is_said_of_conversions_is_in_the_rows() -> None:
     )
 
 
+def test_what_adaptive_temperature_does_to_algorithms_is_in_the_rows() -> None:
+    """Accuracy by size, trained under it less trained without, a mean of both seeds and of the tasks that are learned."""
+    rows = rows_of("algorithms")
+    learned, sizes = ("minimum", "insertion_sort", "binary_search"), rows["plain", 0]["sizes"]
+    right = {key: [measured["as trained"][task]["exact"] for task in learned] for key, measured in rows.items()}
+    less = [
+        sum(
+            100 * (a[n] - b[n])
+            for seed in (0, 1)
+            for a, b in zip(right["adaptive_temperature", seed], right["plain", seed], strict=True)
+        )
+        / 6
+        for n in range(len(sizes))
+    ]
+    most, least = (f"{abs(bound(less)):.0f} points (at {sizes[less.index(bound(less))]})" for bound in (max, min))
+    least = least.replace(" points", "")
+    assert f"over these three tasks is between +{most} and −{least};" in prose("docs/lab/algorithms.md")
+
+
 def test_the_factors_of_stronger_temperatures_are_those_of_the_formulas() -> None:
     page = (ROOT / "docs" / "lab" / "copies.md").read_text()
     for times, name, exponents in (
