@@ -127,6 +127,7 @@ def contents() -> Contents:
     `<!-- regret: all -->`: every rule; in brackets, in how many cases it is ahead of `extend`.
     `<!-- behind: RULE digits -->`: its mean, a number of a sentence.
     `<!-- ahead: RULE digits -->`: of `extend`, in the mean over the cases where they take different settings.
+    `<!-- cases: MODEL -->`: the lengths of its cases, in trained ones.
     """
     regret = regrets()
 
@@ -157,7 +158,12 @@ def contents() -> Contents:
         rule, _, digits = what.rpartition(" ")
         return regret[rule if rule in regret else f"`{rule}`"], digits
 
-    return {"regret": asked, "behind": behind, "ahead": ahead}
+    def multiples(model: str) -> str:
+        found = sorted({rows[0]["length"] / rows[0]["trained"] for rows in cases() if rows[0]["model"] == model})
+        *most, last = (f"{times:g}" for times in found)
+        return f"{', '.join(most)} and {last}"
+
+    return {"regret": asked, "behind": behind, "ahead": ahead, "cases": multiples}
 
 
 if __name__ == "__main__":
