@@ -188,6 +188,7 @@ def contents() -> Contents:
     """What stands below every mark."""
     own: dict[str, Any] = {
         "report": report,
+        "attention": lambda name: report(name, "Attention"),
         "verdict": lambda name: report(name, "Verdict"),
         "copies": lambda name: report(name, "Copies from far back", -1),
         "eval": evaluated,

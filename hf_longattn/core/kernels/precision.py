@@ -44,8 +44,8 @@ def multiplies_fast(dtype: str, device: str | torch.device = "cpu") -> bool:
 def auto_dtype(device: str | torch.device = "cpu") -> str:
     """The precision to load a model in: "bfloat16" where the device has units for it, else "float32".
 
-    Most checkpoints are in bfloat16, and `from_pretrained` leaves them so; on a CPU without such units that is five times
-    slower than float32. `from_pretrained(name, dtype=hf_longattn.auto_dtype())` is fast on each.
+    Most checkpoints are in bfloat16, and `from_pretrained` leaves them so; on a CPU without such units that is several
+    times slower than float32. `from_pretrained(name, dtype=hf_longattn.auto_dtype())` is fast on each.
     """
     return "bfloat16" if multiplies_fast("bfloat16", device) else "float32"
 
