@@ -445,6 +445,20 @@ def test_what_adaptive_temperature_does_to_algorithms_is_in_the_rows() -> None:
     assert f"over these three tasks is between +{most} and −{least};" in prose("docs/lab/algorithms.md")
 
 
+def test_tables_whose_programs_are_gone_are_their_rows() -> None:
+    read = pages.read
+    page = (ROOT / "docs" / "lab" / "calibration.md").read_text(encoding="utf-8")
+    for row in read(pages.RESULTS / "logit-gaps-smollm2.json")["rows"]:
+        (low, middle, high), layers = row["growth"], row["growth by layer"]
+        growth = f"{middle:.2f} ({low:.2f} to {high:.2f}) | {1 - middle:.2f} | {min(layers):.2f} to {max(layers):.2f} |"
+        assert f"| {row['text']} | {row['length']:,} | {growth}" in page
+    page = (ROOT / "docs" / "lab" / "training.md").read_text(encoding="utf-8")
+    for name in ("longce", "longce-control"):
+        run = read(pages.RESULTS / f"recipes-{name}.json")
+        losses = " | ".join(f"{run['measured']['trained'][length]['loss']:.3f}" for length in ("512", "4096"))
+        assert f"recipes-{name}.json)) | {losses} | {run['cpu_seconds'] / 60:.1f} |" in page
+
+
 def test_the_factors_of_stronger_temperatures_are_those_of_the_formulas() -> None:
     page = (ROOT / "docs" / "lab" / "copies.md").read_text()
     for times, name, exponents in (
