@@ -150,7 +150,8 @@ def contents() -> Contents:
         if first == "generate":
             return generate(*rest)
         if first == "between":
-            return between(rows, *rest)
+            where, *mode, method = rest
+            return between(rows, where, " ".join(mode), method)
         return apart[what]() if what in apart else table(rows, [first, *rest])
 
     return {"speed": made}
