@@ -122,7 +122,7 @@ class Prefixes:
         method = reading(running(model) or NO_METHOD, prefix)
         end = self._end(length)
         last = self._end(corpus.longest) if crops(model) else end
-        reader = (setting.rope, setting.adapter, setting.model, repr(method.to_dict()), last)
+        reader = (setting.rope, setting.train_length, setting.adapter, setting.model, repr(method.to_dict()), last)
         if reader not in self.kept:
             own = corpus.load(setting)
             with no_untrained_warning():

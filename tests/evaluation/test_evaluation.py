@@ -256,6 +256,17 @@ def test_what_reads_on_from_one_prefix() -> None:
     assert readers("unmodified", "scale_invariant", "adaptive_temperature", "cosscale", "output_standardise") == 5
 
 
+def test_settings_that_rotate_otherwise_do_not_share_a_prefix(folder: Path) -> None:
+    settings = [Setting(f"trained at {n}", rope="yarn:2", train_length=n) for n in (40, 4000)]
+
+    def losses(*chosen: Setting) -> dict[str, float]:
+        options = {"lengths": [256], "prefix": "streaming:window=16", "settings": chosen, "texts": ("a.txt",)}
+        rows = runner(folder, **options).open(None).run()
+        return {r["setting"]: r["loss"] for r in rows}
+
+    assert losses(*settings) == losses(settings[0]) | losses(settings[1])
+
+
 @pytest.mark.slow
 def test_a_prefix_is_part_of_the_protocol_and_checked(folder: Path, tmp_path: Path) -> None:
     usual = {"settings": parse_settings(["infoscale"]), "lengths": [256, 512]}
