@@ -273,6 +273,10 @@ def test_a_prefix_is_part_of_the_protocol_and_checked(folder: Path, tmp_path: Pa
     runner(folder, **usual).open(tmp_path / "out").run()
     with pytest.raises(ValueError, match=r"another protocol \(prefix: None there, 'streaming:window=64' now\)"):
         runner(folder, prefix="streaming:window=64", **usual).open(tmp_path / "out")
+    named = [Setting("fast", "streaming", {"window": window}) for window in (64, 32)]
+    runner(folder, prefix=named[0], **usual).open(tmp_path / "named").run()
+    with pytest.raises(ValueError, match="of another setting, text or model"):
+        runner(folder, prefix=named[1], **usual).open(tmp_path / "named")
     for prefix, message in (
         ("@yarn:2", "under a method of its own"),
         ("streeming", "did you mean"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
 
@@ -28,7 +29,7 @@ class OnDocuments(Task):
         return {"targets": self.options.targets, "prefix": prefix and prefix.name}
 
     def cells(self, setting: Setting) -> Iterator[Cell]:
-        behind = [] if self.options.prefix is None else [self.options.prefix.name]
+        behind = [] if self.options.prefix is None else [_said(self.options.prefix)]
         for length, document in itertools.product(self.options.lengths, self.corpus.documents):
             measure = partial(self.measure, setting, document, length)
             yield self.cell(setting, length, document.name, measure, [document.numbers, *behind, *self.depends])
@@ -36,3 +37,11 @@ class OnDocuments(Task):
     def measure(self, setting: Setting, document: Document, length: int, model: Any) -> Row:
         """Measure the row of a document at a length."""
         raise NotImplementedError
+
+
+def _said(prefix: Setting) -> Any:
+    """What a prefix does: the text that is its name, or where it has another name what it is made of."""
+    with suppress(ValueError):  # the name is no text of a setting
+        if Setting.parse(prefix.name).to_dict() == prefix.to_dict():
+            return prefix.name
+    return prefix.to_dict()
