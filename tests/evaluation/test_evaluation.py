@@ -256,6 +256,7 @@ def test_what_reads_on_from_one_prefix() -> None:
     assert readers("unmodified", "scale_invariant", "adaptive_temperature", "cosscale", "output_standardise") == 5
 
 
+@pytest.mark.slow
 def test_settings_that_rotate_otherwise_do_not_share_a_prefix(folder: Path) -> None:
     settings = [Setting(f"trained at {n}", rope="yarn:2", train_length=n) for n in (40, 4000)]
 

@@ -143,6 +143,24 @@ def test_a_probe_compares_settings_by_passage(folder: Path) -> None:
     assert said.count(f"{told[1]} ± {told[2]}") == 2  # in the table, too
 
 
+@pytest.mark.slow
+def test_passages_of_several_choices_of_texts_are_not_pooled(folder: Path, tmp_path: Path) -> None:
+    """More texts may join a folder: those passages that were read before are among the new ones."""
+    texts = {name: (folder / f"{name}.txt").read_text() for name in ("a", "b")}
+
+    def probed(setting: str, *names: str, out: Path | None = tmp_path / "out") -> Any:
+        options: dict[str, Any] = {"tasks": "probe", "lengths": (), "distances": [1280], "passages": 2}
+        results = hf_longattn.evaluate(str(folder / "model"), {n: texts[n] for n in names}, [setting], out, **options)
+        assert f"{2 * len(names)} passages" in results.sections()[-1].protocol
+        return results.probe_difference(setting, "copy", 1280)
+
+    alone, both = (probed("rerope:window=600", *names, out=None) for names in ("a", "ab"))
+    assert probed("rerope:window=600", "a") == alone
+    probed("@yarn:2", "a", "b")
+    assert probed("rerope:window=600", "a", "b") == both
+    assert probed("rerope:window=600", "a", "b") == both != alone
+
+
 def test_two_texts_of_one_name_are_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text((folder / "b.txt").read_text())
     result = run(folder, "--distances", "1280", "--text", str(tmp_path / "a.txt"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -55,6 +57,13 @@ class ProbeTask(Task):
         depends = [sha256_of(text) for text in self.options.texts.values()]
         which = f"{len(self.ids)} passages"
         return [self.cell(setting, d, which, partial(probed, self.ids, d), depends) for d in self.distances]
+
+    @classmethod
+    def counted(cls, rows: Sequence[Row]) -> list[Row]:
+        """Those of one choice of texts, since a passage counts once: of that under which most was read, else of the last."""
+        choices = Counter(r["which"] for r in rows)
+        chosen = max(reversed(choices), key=choices.__getitem__, default=None)
+        return [r for r in rows if r["which"] == chosen]
 
     @staticmethod
     def format_row(row: Row) -> str:
