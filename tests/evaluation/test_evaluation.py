@@ -31,6 +31,7 @@ from hf_longattn.evaluation import (
     EvalOptions,
     Results,
     Runner,
+    Task,
     answer_scores,
     copy_losses,
     far_copies,
@@ -905,6 +906,13 @@ def test_a_task_of_another_package_is_one_of_every_command(
     assert page["sections"][-1]["tables"][0]["rows"] == [["unmodified", 3.0]]
     result = CliRunner().invoke(app, [*arguments, "--tasks", "frist"])
     assert "did you mean 'first'" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_number_that_some_rows_lack_is_averaged_over_the_others() -> None:
+    rows = [{"setting": "unmodified", "task": "own", "length": 8, "which": f"{n}"} for n in range(4)]
+    for row, own in zip(rows, ({"x": 1.0}, {"x": 2.0}, {"x": None}, {}), strict=True):
+        row |= own
+    assert Task.sections(Results(rows, ["unmodified"]), "own")[0].tables[0].rows == [["unmodified", 1.5]]
 
 
 # LongPPL and effective lengths ----------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ class Task:
             Table(
                 number.replace("_", " "),
                 ["setting", *(f"{n:,}" for n in lengths)],
-                [[s, *(mean_of(r[number] for r in results.of(s, name, n)) for n in lengths)] for s in results.settings],
+                [[s, *(mean_of(_column(results.of(s, name, n), number)) for n in lengths)] for s in results.settings],
                 brief=True,
             )
             for number in numbers
@@ -100,6 +100,11 @@ def _numbers(row: Row) -> dict[str, float]:
     """Return the numbers that a task has put into a row."""
     known = {*COLUMNS, "seconds", "cpu_seconds"}
     return {k: v for k, v in row.items() if k not in known and isinstance(v, (int, float))}
+
+
+def _column(rows: Iterable[Row], number: str) -> list[float]:
+    """Return a number of those rows that have it."""
+    return [r[number] for r in rows if r.get(number) is not None]
 
 
 def names() -> list[str]:
