@@ -33,6 +33,7 @@ def memory(
     import torch
 
     from ..evaluation.checkpoints import Checkpoint
+    from ..integration.model_facts import inner_size
 
     with refusing("MODEL"):
         checkpoint = Checkpoint(model)
@@ -43,12 +44,11 @@ def memory(
     weights = sum(p.numel() * p.element_size() for p in built.parameters())
     text, width = checkpoint.text_config, getattr(torch, dtype).itemsize
     whole = batch * cache_bytes(built, length)
-    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size  # GPT-2 names none
     rows = {
         "weights": weights,
         "KV cache": whole,
         "KV cache for each 1,000 tokens, on average": whole * 1000 // length,
-        "activations of one pass (estimate)": batch * length * (4 * text.hidden_size + 2 * inner) * width,
+        "activations of one pass (estimate)": batch * length * (4 * text.hidden_size + 2 * inner_size(text)) * width,
     }
     cells = [[name, _size(number)] for name, number in rows.items()]
     console.print(table(f"{model}: {batch} x {length:,} tokens in {dtype}", ["", "memory"], cells))

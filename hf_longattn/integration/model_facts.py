@@ -50,6 +50,12 @@ def facts_of_layer(facts: ModelFacts, layer: Layer) -> ModelFacts:
     return dataclasses.replace(facts, num_heads=num_heads(layer), value_dim=_value_dim(layer))
 
 
+def inner_size(config: Any) -> int:
+    """The features inside a feed-forward layer, of the widest where layers differ."""
+    inner = getattr(config, "intermediate_size", None) or 4 * int(config.hidden_size)  # GPT-2 names none
+    return max(inner) if isinstance(inner, (list, tuple)) else int(inner)
+
+
 def num_layers(config: Any) -> int:
     """Return the number of layers that generate text: of an encoder-decoder, whose `num_hidden_layers` is its encoder's."""
     return int(_first(config, "decoder_layers", "decoder_num_hidden_layers", "num_decoder_layers", "num_hidden_layers"))

@@ -14,6 +14,7 @@ import psutil
 import torch
 from transformers import TrainingArguments
 
+from ..integration.model_facts import inner_size
 from .loss import CHUNK
 from .recipe import Recipe
 
@@ -33,7 +34,7 @@ def memory(recipe: Recipe, args: TrainingArguments, parameters: int, trained: in
     tokens = args.per_device_train_batch_size * recipe.length // recipe.sequence_parallel
     if args.fsdp:
         parameters, trained = parameters // args.world_size, trained // args.world_size
-    hidden, inner = text.hidden_size, _inner(text)
+    hidden, inner = text.hidden_size, inner_size(text)
     per_layer = hidden if args.gradient_checkpointing else 12 * hidden + 4 * inner
     logits = 3 * min(CHUNK, recipe.length) * args.per_device_train_batch_size * text.vocab_size * 4
     return (
@@ -42,10 +43,6 @@ def memory(recipe: Recipe, args: TrainingArguments, parameters: int, trained: in
         + tokens * text.num_hidden_layers * per_layer * activation
         + logits * (2 if recipe.distill else 1)
     )
-
-
-def _inner(text: Any) -> int:
-    return getattr(text, "intermediate_size", None) or 4 * int(text.hidden_size)  # GPT-2 names none
 
 
 def machine(device: torch.device) -> float:
@@ -72,7 +69,7 @@ def way_out(recipe: Recipe, args: TrainingArguments, parameters: int, trained: i
 def duration(recipe: Recipe, args: TrainingArguments, text: Any, work: tuple[float, float]) -> tuple[float, float]:
     """Seconds of training and of measuring at the end, for the `operations` of both."""
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else getattr(torch, recipe.dtype)
-    speed = EFFICIENCY * _speed(args.device, dtype, text.hidden_size, _inner(text))
+    speed = EFFICIENCY * _speed(args.device, dtype, text.hidden_size, inner_size(text))
     training, measuring = work
     return training / speed, measuring / speed
 

@@ -361,13 +361,16 @@ def test_the_cache_that_memory_counts_is_the_one_that_generation_keeps(name: str
     assert cache_bytes(empty, 96) == held
 
 
-def test_memory_prints_weights_and_cache(files: Path) -> None:
+def test_memory_prints_weights_and_cache(files: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["memory", str(files / "model"), "--to", "32k", "--dtype", "float32", "--batch", "2"])
     assert result.exit_code == 0, result.output
     told = re.findall(r"KV cache\s+│\s+([\d,]+) MiB", result.output)
     assert told == ["16"]  # 2 texts x 32,768 tokens x 2 layers x keys and values of 16 features x 4 bytes
     line = ["memory", str(files / "model"), "--to", "3200k", "--dtype", "float32", "--batch", "2"]
     assert re.findall(r"KV cache\s+│\s+([\d,.]+ \w+)", CliRunner().invoke(app, line).output) == ["1.6 GiB"]
+    stock("gemma3n").save_pretrained(tmp_path)  # a feed-forward size for each layer
+    result = CliRunner().invoke(app, ["memory", str(tmp_path), "--to", "32k", "--dtype", "float32"])
+    assert "activations" in result.output, (result.output, result.exception)
     wrong = CliRunner().invoke(app, ["memory", str(files / "model"), "--dtype", "float13"])
     assert wrong.exit_code == 2
     assert "--dtype" in wrong.output
