@@ -39,7 +39,8 @@ def find(sources: Any) -> list[str]:
     """
     result: list[str] = []
     for source in sources if isinstance(sources, list) else [sources]:
-        files = sorted(glob.glob(str(Path(source).expanduser()), recursive=True))
+        path = Path(source).expanduser()
+        files = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))  # brackets may be in a name
         if not files and _looks_like_a_file(source):
             parts = [part.strip() for part in source.split(",")]
             listed = f": several are written as a list, data=[{','.join(parts)}]" if len(parts) > 1 else ""

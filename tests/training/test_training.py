@@ -1302,6 +1302,8 @@ def test_a_text_is_read_once_and_what_is_held_out_is_not_trained_on(tiny: Path, 
     (tmp_path / "link.txt").symlink_to(tmp_path / "two.txt")
     found = find([str(tmp_path / "two.txt"), str(tmp_path / "*.txt"), "a/dataset", "a/dataset"])
     assert [Path(x).name for x in found] == ["two.txt", "one.txt", "three.txt", "dataset"]
+    (tmp_path / "book [1].md").write_text("a")
+    assert find(str(tmp_path / "book [1].md")) == [str(tmp_path / "book [1].md")]
     given = {"data": tmp_path / "*.txt", "heldout": tmp_path / "three.txt", "positions": "plain"}
     data = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", **given))).data
     given["data"] = [str(tmp_path / "one.txt"), str(tmp_path / "two.txt")]
