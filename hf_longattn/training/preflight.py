@@ -285,8 +285,9 @@ def _within_budget(run: Prepared) -> Prepared:
     texts, parameters = [run.text], sum(p.numel() for p in run.empty.parameters())
     while (last := texts[-1]) is not None:
         texts.append(last // 2 if last // 2 > max(run.trained_length, *run.recipe.final_lengths) else None)
-    fewer = [run.back] + [run.back[:: len(run.back) - 1]] * (len(run.back) > 2)  # the nearest and the farthest
-    ways = [(run.back, text) for text in texts] + [(back, None) for back in fewer[1:]]
+    ways = [(run.back, text) for text in texts]
+    if len(run.back) > 2:
+        ways.append(((run.back[0], run.back[-1]), None))  # the nearest and the farthest
     for back, text in ways:
         less = replace(run, back=back, text=text, shortened=(back, text) != (run.back, run.text))
         training, measuring = less.operations(parameters)

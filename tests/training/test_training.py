@@ -355,6 +355,7 @@ def test_measuring_at_the_end_takes_no_more_than_a_third_of_the_training(tiny: P
     assert (middle.text, middle.back, middle.shortened) == (long.text // 2, long.back, True)
     short = prepared(6)
     assert (short.text, short.back, short.shortened) == (None, (long.back[0], long.back[-1]), True)
+    assert prepared(6, skip__target_length=1408).back == (1280,)
     told = plan(short)
     assert f"copies from up to {long.back[-1]:,} tokens back" in told
     assert "(shortened to follow the training's time; evaluation.far=16384 measures all, evaluation.far=0 none)" in told
