@@ -301,6 +301,8 @@ def _check_inputs(recipe: Recipe) -> None:
         raise ValueError("length and evaluation lengths must be at least 2 tokens")
     if recipe.evaluation.far is not None and recipe.evaluation.far < 0:
         raise ValueError(f"evaluation.far is a number of tokens, or 0, got {recipe.evaluation.far}")
+    if recipe.needle is not None and recipe.evaluation.samples < 1:
+        raise ValueError(f"evaluation.samples, needle texts per length, must be at least 1, got {recipe.evaluation.samples}")
     if recipe.hub.answers and recipe.needle is not None:
         raise ValueError("hub.answers and needle exclude each other: needles have answers of their own")
     if recipe.hub.streaming and recipe.heldout is None and recipe.needle is None:

@@ -884,6 +884,7 @@ REFUSED = {
         "length=2k",
         "heldout=null",
     ],
+    "needle texts per length, must be at least 1": [*NEEDLES, "evaluation.samples=0"],
     "the haystack has": [*NEEDLES, "length=40000"],
     "target_length must exceed": ["positions=skip", "skip.target_length=32"],
     "it needs lora": ["distill.weight=0.5", "lora=null"],
