@@ -75,8 +75,8 @@ class Readings:
 
     def paired(self, task: str, setting: str, length: int, measured: Measured, base: str = UNMODIFIED) -> Interval | None:
         """Return the paired difference, setting minus base, over what every setting has read."""
-        mine, its = measured(setting), measured(base)
-        differences = [mine[d] - its[d] for d in mine if d in its and d in self.common(task, length)]
+        mine, its, common = measured(setting), measured(base), self.common(task, length)
+        differences = [mine[d] - its[d] for d in mine if d in its and d in common]
         return mean_interval(differences) if differences else None
 
     def difference(self, setting: str, length: int, base: str = UNMODIFIED) -> Interval | None:
