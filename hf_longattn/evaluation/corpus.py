@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -126,7 +127,7 @@ class Prefixes:
         if reader not in self.kept:
             own = corpus.load(setting)
             with no_untrained_warning():
-                apply(own, method, stack=setting.rope is not None)
+                apply(own, method if setting.rope is None else _stacked(method))
             before = corpus.context(document, corpus.longest)[:, :last]
             self.kept[reader] = prefix_of(own, before.to(own.device))
             if own is model:  # one that was loaded before: under its setting again
@@ -135,6 +136,12 @@ class Prefixes:
 
     def _end(self, length: int) -> int:
         return length - self.corpus.options.targets - 1  # the token before the targets predicts the first of them
+
+
+def _stacked(config: LongAttnConfig) -> LongAttnConfig:
+    """A config whose methods act beside a rotation that a setting scales."""
+    takes = [m for m in config.methods if "stack" in {f.name for f in dataclasses.fields(m)}]
+    return config.replace(**{m.slot: dataclasses.replace(m, stack=True) for m in takes})  # type: ignore[call-arg]
 
 
 def reading(own: LongAttnConfig, prefix: Setting) -> LongAttnConfig:

@@ -258,6 +258,19 @@ def test_what_reads_on_from_one_prefix() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("prefix", ["windowed:window=400", "streaming:window=400"])
+def test_a_prefix_that_hides_nothing_changes_nothing(folder: Path, prefix: str) -> None:
+    """Whatever methods join in it, of which each may be asked to stack, or none."""
+    settings = parse_settings(["cosscale", "@yarn:2", "cosscale:stack=true@yarn:2"])
+    options: dict[str, Any] = {"settings": settings, "lengths": [400], "texts": ("a.txt",)}
+    losses = [
+        {r["setting"]: r["loss"] for r in runner(folder, prefix=way, **options).open(None).run()} for way in (None, prefix)
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-5)
+    assert len(set(losses[0].values())) == 4
+
+
+@pytest.mark.slow
 def test_settings_that_rotate_otherwise_do_not_share_a_prefix(folder: Path) -> None:
     settings = [Setting(f"trained at {n}", rope="yarn:2", train_length=n) for n in (40, 4000)]
 
