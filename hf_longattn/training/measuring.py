@@ -12,7 +12,6 @@ from ..config import LongAttnConfig
 from ..evaluation.checkpoints import Checkpoint
 from ..evaluation.measures.probe import TOKENS
 from ..evaluation.rows import Row, write_whole
-from ..evaluation.settings import Setting
 from ..integration import apply, get_config
 from ..integration.model import no_untrained_warning
 from ..integration.saved_method import has_learned
@@ -34,9 +33,7 @@ def measured(
         Held-out losses by model and length; the rows of a probe by model, of all but YaRN.
     """
     recipe, original = prepared.recipe, prepared.original
-    beyond = max(recipe.final_lengths) / prepared.trained_length if recipe.evaluation.compare else 0.0
-    rotates = getattr(original.text_config, "rope_parameters", None)
-    yarn = f"{BEFORE} + YaRN x{beyond:g}" if beyond > 1 and rotates else None
+    name, yarn, _ = prepared.yarn
     each = tokens_read(recipe, prepared.data, prepared.final_lengths) + len(prepared.back) * PASSAGES * TOKENS
     total = each * prepared.compared
     total += tokens_read(recipe, prepared.data, recipe.final_lengths) if yarn else 0
@@ -58,9 +55,9 @@ def measured(
                 with _untrained(prepared, trainer):
                     all_of(UNTRAINED)
         if yarn is not None:
-            bar.set_postfix_str(yarn)
-            with _another(prepared, trainer, original.under(Setting(yarn, rope=f"yarn:{beyond}"))):
-                losses[yarn] = trainer.held_out_metrics(recipe.final_lengths, bar.update)
+            bar.set_postfix_str(name)
+            with _another(prepared, trainer, yarn):
+                losses[name] = trainer.held_out_metrics(recipe.final_lengths, bar.update)
     return losses, reach
 
 

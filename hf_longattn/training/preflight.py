@@ -16,6 +16,7 @@ from ..config import NO_METHOD, LongAttnConfig
 from ..core.kernels.precision import auto_dtype
 from ..evaluation.checkpoints import Checkpoint, load_tokenizer
 from ..evaluation.measures.probe import TOKENS
+from ..evaluation.settings import Setting
 from ..integration.engines.ulysses import check_heads
 from ..integration.guards import table_entries
 from ..integration.layer_methods import facts_for
@@ -26,7 +27,7 @@ from . import estimate
 from .data import Data
 from .held_out import tokens_read
 from .models import put_adapter, put_method
-from .reach import PASSAGES, PROBED, distances
+from .reach import BEFORE, PASSAGES, PROBED, distances
 from .recipe import Evaluation, Recipe, Skip
 from .run_folder import refuse_beside_another, resumed_from
 from .trainer import arguments
@@ -153,6 +154,24 @@ class Prepared:
     def compared(self) -> int:
         """How many models read these: the trained one; to compare, its base, and that under the method."""
         return 1 + self.recipe.evaluation.compare * (1 + (self.attention is not None))
+
+    @functools.cached_property
+    def yarn(self) -> tuple[str, Checkpoint | None, str]:
+        """The base with YaRN for the recipe's longest length, to compare where that is beyond the trained one: what it is
+        called, it or None, and why the model takes none.
+        """
+        factor = max(self.recipe.final_lengths) / self.trained_length
+        name = f"{BEFORE} + YaRN x{factor:g}"
+        if (
+            factor <= 1
+            or not self.recipe.evaluation.compare
+            or not getattr(self.original.text_config, "rope_parameters", None)
+        ):
+            return name, None, ""
+        try:
+            return name, self.original.under(Setting(name, rope=f"yarn:{factor}")), ""
+        except ValueError as error:  # it is scaled already, or remapped
+            return name, None, str(error)
 
     @property
     def read_meanwhile(self) -> list[int]:

@@ -57,6 +57,8 @@ def plan(run: Prepared) -> str:
     kept = len(run.data.held_out)
     if run.resume and run.data.test_task is None and recipe.evaluation.tokens > kept:
         lines.append(("note", f"what is held out stays as the run began, {kept:,} tokens: evaluation.tokens reads no more"))
+    name, _, why = run.yarn
+    lines += [("note", f"{name} is not compared: {why}")] * bool(why)
     lines += [("note", _without_effect(run, method)) for method in run.idle]
     if run.qk_norm and {"rerope", "infoscale"} <= {m.name for m in run.methods}:
         lines.append(("note", "this model has QK-norm, and such models retrieve better under method=rerope+logn"))

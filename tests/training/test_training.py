@@ -246,6 +246,27 @@ def test_a_trained_model_says_how_long_a_text_it_was_trained_to_read(what: str, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("what", ["linear", "rerope"])
+def test_a_base_that_takes_no_yarn_is_measured_without(what: str, tiny: Path, tmp_path: Path) -> None:
+    """It scales or remaps its rotation already: that is known before the run, and did not end it after its last step."""
+    folder = tmp_path / "model"
+    if what == "rerope":
+        m = AutoModelForCausalLM.from_pretrained(tiny / "model", attn_implementation="rerope", longattn={"window": 64})
+        hf_longattn.save(m, folder)
+        shutil.copy(tiny / "model" / "tokenizer_config.json", folder)
+    else:
+        shutil.copytree(tiny / "model", folder)
+        config = LlamaConfig.from_pretrained(folder)
+        config.rope_parameters |= {"rope_type": "linear", "factor": 2.0}
+        config.save_pretrained(folder)
+    short = {"trainer__max_steps": 2, "trainer__eval_strategy": "no", "evaluation__final_lengths": "[600]"}
+    recipe = settings(tiny, tmp_path / "out", model=folder, method=None, positions="plain", **short)
+    prepared = prepare(load_recipe("continue_lora", recipe))
+    assert re.search(r"note +base \+ YaRN x[\d.]+ is not compared: .*(rerope, which remaps|'linear' already)", plan(prepared))
+    assert run(prepared)["measured"].keys() == {"trained", "base"}
+
+
+@pytest.mark.slow
 def test_a_run_ends_with_how_far_the_model_reads(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the base and of the trained model: a probe, a long text, a picture, a sentence; in the folder and on the card."""
     out = tmp_path / "out"
