@@ -203,7 +203,7 @@ def test_extend_refuses_what_makes_no_sense() -> None:
         hf_longattn.extend(stock("gpt2"), to=200)
 
 
-@pytest.mark.parametrize(("trained", "to"), [(8192, 16384), (8192, 65536), (512, 1024)])
+@pytest.mark.parametrize(("trained", "to"), [(8192, 16384), (8192, 65536), (512, 1024), (3000, 27648)])
 def test_candidates_reach(trained: int, to: int) -> None:
     for config in (setting.config for setting in candidates(trained, to) if setting.method):
         assert config is not None

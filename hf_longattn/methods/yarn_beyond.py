@@ -70,7 +70,7 @@ class YarnBeyond(Positions):
         return dataclasses.replace(bound, train_length=self.train_length or facts.train_length)
 
     def reach(self, train_length: int) -> int | None:
-        return int(self.factor * train_length)
+        return int(round(self.factor * train_length, 6))  # a factor to / train_length may be rounded down
 
     @property
     def scale(self) -> float:
