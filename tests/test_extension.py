@@ -376,6 +376,8 @@ def test_the_command_takes_the_trained_length_that_it_is_told(
     assert result.exit_code == 0, result.output
     assert "Trained at 2,048 tokens: given as train_length." in result.output
     assert asked == [(2048, 4096, None, False)]
+    again = CliRunner().invoke(app, [*arguments, "--train-length", "2k"])
+    assert "is finished: it holds" in " ".join(again.output.split()), again.exception
     winner = hf_longattn.get_config(AutoModelForCausalLM.from_pretrained(out))
     assert (winner.name in ("rerope", "leaky_rerope"), winner.train_length) == (True, 2048)
     names = [s.name for s in candidates(2048, 4096, plain=False)]

@@ -228,7 +228,7 @@ class Search:
         found = candidates(self.trained, self.to, self.temperature, self.plain)
         self.settings = {s.name: dataclasses.replace(s, train_length=self.train_length) for s in found}
         if (kept := self.rows.find(setting=BY_HEAD)) is not None:
-            self.settings[BY_HEAD] = Setting(BY_HEAD, kept["what"]["method"])
+            self.settings[BY_HEAD] = Setting(BY_HEAD, **kept["what"])
         self.copies = plan_copies(self.edge, self.to)
         self.experiment = Experiment(self.rows, self.load, ("setting", "distance"), about=self.about)
 
