@@ -71,6 +71,8 @@ class Corpus:
 
     @property
     def longest(self) -> int:
+        if not self.options.lengths:
+            raise ValueError("no lengths to measure at: give some")
         return self.options.lengths[-1]
 
     def _encode(self, text: str) -> Tensor:

@@ -701,6 +701,7 @@ def test_rows_of_another_protocol_are_refused_and_not_mixed(folder: Path, tmp_pa
         ({"dtype": "bfloat8"}, "did you mean 'bfloat16'"),
         ({"prefix": Setting("mine", "streaming", model="other")}, "under a method of its own, .* not under 'mine'"),
         ({"texts": {}}, "losses need a text"),
+        ({"lengths": [], "tasks": ["attention"]}, "no lengths to measure at"),
     ],
 )
 def test_wrong_input_is_refused_before_weights_are_read(
