@@ -494,7 +494,7 @@ def searched(
 
     def probed(model: Any, ids: torch.Tensor, distances: Any) -> probing.Probe:
         copies = torch.full((1, 1), losses.get(model.name, 4.0), dtype=torch.float64)
-        return probing.Probe(distances, torch.full((1, 1), 4.0), copies, None)
+        return probing.Probe(distances, torch.full((1, 1), 4.0), copies)
 
     def load(setting: Any) -> Any:
         return SimpleNamespace(name=setting.name, device="cpu", dtype=torch.float32)

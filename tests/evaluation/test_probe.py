@@ -38,7 +38,6 @@ def test_without_a_jump_it_is_a_text_read_in_one_pass() -> None:
     result = probe(model, ids, [LEAST])
     close(result.text[:, 0], losses[:, BEFORE + 1 : LEAST].mean(1), 1e-5)
     close(result.copies[:, 0], losses[:, LEAST + SKIP :].mean(1), 1e-5)
-    assert result.trained == 4096
 
 
 @pytest.mark.slow

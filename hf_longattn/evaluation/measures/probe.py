@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...integration.layer_methods import facts_for
-from ...integration.layers import View
 from ...integration.skip_masks import masks_of_jumps
 from ..rows import Row
 from ..statistics import mean_interval
@@ -37,13 +35,11 @@ class Probe:
     Args:
         distances: from the passage's first tokens to their copy, in positions.
         text, copies: float32 (passages, distances).
-        trained: the length that the model was trained at, if its config tells.
     """
 
     distances: tuple[int, ...]
     text: Tensor
     copies: Tensor
-    trained: int | None
 
     def rows(self) -> list[Row]:
         """Mean and half-width of the 95 % interval over passages, by distance."""
@@ -113,5 +109,4 @@ def probe(model: Any, input_ids: Tensor, distances: Sequence[int]) -> Probe:
             losses = torch.nn.functional.cross_entropy(logits_of(model, hidden)[0], ids[0, BEFORE + 1 :], reduction="none")
             text[i, n] = losses[: AFTER - 1].mean()
             copies[i, n] = losses[AFTER - 1 + SKIP :].mean()
-    trained = facts_for(View(model)).train_length
-    return Probe(tuple(distances), text, copies, trained)
+    return Probe(tuple(distances), text, copies)
