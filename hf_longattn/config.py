@@ -157,9 +157,7 @@ class LongAttnConfig:
         """Raise ValueError for methods of one layer that exclude each other."""
         if len(remaps := [m.name for m in self.key_intervals if m.remaps]) > 1:
             raise ValueError(f"{' and '.join(remaps)} clash: both say at which distance far keys are seen")
-        if self.score is not None and (
-            own := next((m.own_temperature for m in self.key_intervals if m.own_temperature), None)
-        ):
+        if self.score is not None and (own := self._own_temperature):
             raise ValueError(
                 f"{self.score.name} normalises queries and keys: {own} would do nothing; give attention_factor=1.0"
             )
@@ -196,6 +194,11 @@ class LongAttnConfig:
     def remap(self) -> KeyIntervals | None:
         """The one that changes rotary distances."""
         return next((m for m in self.key_intervals if m.remaps), None)
+
+    @property
+    def _own_temperature(self) -> str | None:
+        """That of a method on the keys' distances, in words."""
+        return next((m.own_temperature for m in self.key_intervals if m.own_temperature), None)
 
     @property
     def identity_below(self) -> float:
@@ -363,7 +366,7 @@ class LongAttnConfig:
             return LongAttnConfig(parts=tuple(x.bind(facts) for x in self.parts))._extended(self.extended_to)
         if not isinstance(self.layers, str) and self.layers[-1] >= facts.num_layers:
             raise ValueError(f"layers names layer {self.layers[-1]}, but the model has layers 0 to {facts.num_layers - 1}")
-        own = next((m.own_temperature for m in self.key_intervals if m.own_temperature), None)
+        own = self._own_temperature
         both = dataclasses.replace(facts, own_temperature=own or facts.own_temperature)
         bound: dict[str, Any] = {m.slot: m.bind(both) for m in self.methods}
         for m in bound.values():
@@ -468,16 +471,14 @@ def written(methods: Sequence[Method], only: Iterable[str] | None = None) -> str
     """
     said = [(m, k, v) for m in methods for k, v in m.to_dict().items() if k != "name" and (only is None or k in only)]
     count = Counter(k for _, k, _ in said)
-    shared = {k for k, n in count.items() if n > 1 and not (k == "train_length" and _alike(v for _, x, v in said if x == k))}
+    shared = {
+        k for k, n in count.items() if n > 1 and not (k == "train_length" and len({v for _, x, v in said if x == k}) == 1)
+    }
     defaults = {m: {f.name: thaw(freeze(f.default)) for f in fields(m)} for m in methods}
     if any(k in shared and v != defaults[m][k] for m, k, v in said):
         return ", ".join(written([m], only) for m in methods)
     pairs = {k: word(v) for _, k, v in said if k not in shared and v is not None}
     return ":".join(["+".join(m.name for m in methods), *(f"{k}={v}" for k, v in pairs.items())])
-
-
-def _alike(values: Iterable[Any]) -> bool:
-    return len(set(values)) == 1
 
 
 def word(value: Any) -> str:

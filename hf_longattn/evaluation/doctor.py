@@ -89,10 +89,8 @@ def what_runs(method: LongAttnConfig | None, config: Any) -> Iterator[Finding]:
         yield Finding("method", f'{lost}. Load it with attn_implementation="longattn", and save it again', PROBLEM)
     else:
         yield Finding("method", f"{name}, as recorded")
-    known, announced = (
-        known_length.recorded(text, method.to_dict()).length,
-        max(known_length.named_lengths(text).values(), default=0),
-    )
+    known = known_length.recorded(text, method.to_dict()).length
+    announced = max(known_length.named_lengths(text).values(), default=0)
     unscaled = known_length.rope_settings(text).get("rope_type", "default") in known_length.UNSCALED
     if unscaled and known is not None and announced > max(known, method.reach):
         says = f"config.json announces {announced} tokens and keeps {known} as the trained length"
@@ -126,8 +124,7 @@ def length_trained_at(method: LongAttnConfig | None, config: Any) -> Iterator[Fi
 
 def without_reason(text: str, known: known_length.Trained) -> str:
     """A text without the reason of the trained length, which stands in a line of its own."""
-    said = known.reason if known.assumed is None else f"{known.reason} ({known.assumed})"
-    return text.replace(f" ({said})", "").replace(f" ({known_length.GIVEN})", "")
+    return text.replace(f" ({known.source})", "").replace(f" ({known_length.GIVEN})", "")
 
 
 def what_is_taken(config: Any, told: int | None) -> Finding:

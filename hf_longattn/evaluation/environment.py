@@ -60,15 +60,13 @@ def installed_versions() -> Iterator[Finding]:
 
 def kernels(method: LongAttnConfig | None) -> Iterator[Finding]:
     """Backends that are not here; one that the checkpoint insists on, and cannot have, is a problem."""
-    missing = {"triton": None if find_spec("triton") else "triton is not installed"}
-    insists = "auto" if method is None else method.backend
-    if missing.get(insists):
-        yield Finding("kernels", f"the checkpoint insists on backend {insists!r}: {missing[insists]}", PROBLEM)
-    absent = [reason for reason in missing.values() if reason]
+    absent = "" if find_spec("triton") else "triton is not installed"
+    if absent and method is not None and method.backend == "triton":
+        yield Finding("kernels", f"the checkpoint insists on backend {method.backend!r}: {absent}", PROBLEM)
     where = f"no GPU is here; this CPU multiplies {auto_dtype()} fast"
     if torch.cuda.is_available():
         where = f"{torch.cuda.get_device_name()} is here, under CUDA {torch.version.cuda}"
-    yield Finding("kernels", "; ".join([where, *absent]))
+    yield Finding("kernels", "; ".join(filter(None, [where, absent])))
 
 
 def engines(method: LongAttnConfig | None, architectures: Sequence[str] = ()) -> Iterator[Finding]:

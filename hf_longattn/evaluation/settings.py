@@ -173,7 +173,10 @@ def settings_of(given: Sequence[str | Setting]) -> list[Setting]:
 
 def read_settings(file: Path) -> list[Setting]:
     """The settings of a YAML file: a mapping from names to entries; relative paths start at the file."""
-    yaml = _yaml()
+    try:
+        import yaml
+    except ImportError:
+        raise ImportError('settings in a file need pyyaml: pip install "hf_longattn[cli]"') from None
     if not file.is_file():
         raise ValueError(f"{file} is not a file: --settings names one in YAML, and a method goes behind --method")
     try:
@@ -222,11 +225,3 @@ def parse_rope(text: str) -> tuple[str, list[float]]:
     if not fewest <= len(values) <= most or len(values) < len(numbers):
         raise ValueError(f"{text!r}: {name} takes {'no number' if not most else f'one number, as in {name}:2'}")
     return name, values
-
-
-def _yaml() -> Any:
-    try:
-        import yaml
-    except ImportError:
-        raise ImportError('settings in a file need pyyaml: pip install "hf_longattn[cli]"') from None
-    return yaml

@@ -36,7 +36,7 @@ def facts_of(view: View, layers: list[Layer], train_length: int | None) -> Model
         head_dim=_head_dim(layers[0]),
         value_dim=_value_dim(layers[0]),
         train_length=known.length,
-        train_length_source=known.reason if known.assumed is None else f"{known.reason} ({known.assumed})",
+        train_length_source=known.source,
         assumed=known.assumed,
         rotation_is_own=known.rotation_is_own,
         own_temperature=own_temperature(view, layers),

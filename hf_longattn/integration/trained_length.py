@@ -43,6 +43,11 @@ class Trained:
     assumed: str | None = None
     rotation_is_own: bool = True
 
+    @property
+    def source(self) -> str:
+        """The reason, with what was assumed."""
+        return self.reason if self.assumed is None else f"{self.reason} ({self.assumed})"
+
     def __str__(self) -> str:
         return (
             f"trained length unknown: {self.reason}" if self.length is None else f"trained at {self.length:,}: {self.reason}"

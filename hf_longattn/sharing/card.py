@@ -226,9 +226,8 @@ def _loaders(saved: Mapping[str, Any], adapter: bool) -> tuple[str, str | None]:
     from peft import auto
 
     task, base = saved.get("task_type"), (saved.get("auto_mapping") or {}).get("base_model_class")
-    made = auto.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(task)
-    for name, target in adapter_classes(made):
-        return target.__name__, name
+    if found := next(iter(adapter_classes(auto.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(task))), None):
+        return found[1].__name__, found[0]
     return loaders(base or "AutoModelForCausalLM")[0], "AutoPeftModel" if base else None
 
 

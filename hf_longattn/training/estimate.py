@@ -62,8 +62,7 @@ def way_out(recipe: Recipe, args: TrainingArguments, parameters: int, trained: i
         if (needed := memory(recipe, args, parameters, trained, text)) < least:
             same = f"trainer.per_device_train_batch_size={batch} trainer.gradient_accumulation_steps={steps}"
             return f"{same} makes the same steps in about {needed / 2**30:.1f} GiB"
-    less = "trainer.activation_checkpointing=true (gradient_checkpointing in older releases), or a smaller length, needs less"
-    return less
+    return "trainer.activation_checkpointing=true (gradient_checkpointing in older releases), or a smaller length, needs less"
 
 
 def duration(recipe: Recipe, args: TrainingArguments, text: Any, work: tuple[float, float]) -> tuple[float, float]:
