@@ -138,12 +138,19 @@ def calibrate(
 def _stretches(model: nn.Module, batches: list[Any], stretch: float) -> tuple[float | tuple[float, ...], ...]:
     """The stretch of every layer: one number, or one for each key head where one of its heads copies."""
     facts = facts_for(View(model))
-    texts = [batch if isinstance(batch, Tensor) else batch["input_ids"] for batch in batches]
-    shares = torch.stack([copying_heads(model, row[None]) for text in texts for row in text]).mean(0)
+    texts = [text for batch in batches for text in _texts(batch)]
+    shares = torch.stack([copying_heads(model, text[None]) for text in texts]).mean(0)
     copies = shares.unflatten(1, (facts.num_kv_heads, -1)).amax(-1) >= COPYING
     return tuple(
         tuple(math.inf if head else stretch for head in layer) if any(layer) else stretch for layer in copies.tolist()
     )
+
+
+def _texts(batch: Mapping[str, Any] | Tensor) -> list[Tensor]:
+    """The token ids of each text of a batch, without padding."""
+    given: Mapping[str, Any] = {"input_ids": batch} if isinstance(batch, Tensor) else batch
+    ids, mask = given["input_ids"], given.get("attention_mask")
+    return list(ids) if mask is None or mask.ndim != 2 else [row[real.bool()] for row, real in zip(ids, mask, strict=True)]
 
 
 def _standing(norm: OutputStandardise, result: Measurements) -> OutputStandardise:

@@ -167,6 +167,9 @@ def test_copying_heads_attend_to_what_came_next(family: str, calls: Calls, monke
     assert each == [tuple(math.inf if p >= calibration.COPYING else 3 for p in layer) for layer in groups.tolist()]
     assert {math.inf, 3} == {k for layer in each for k in layer}
     assert all(stretch[n] == 3 for n in range(4) if n not in full)
+    padded = {"input_ids": torch.nn.functional.pad(text, (1500, 0)), "attention_mask": torch.ones(1, 2048)}
+    padded["attention_mask"] = torch.nn.functional.pad(padded["attention_mask"], (1500, 0))
+    assert hf_longattn.calibrate(model, padded, "leaky_rerope", window=100, stretch=3).positions.stretch == stretch
 
 
 def test_calibrating_heads_needs_a_text_and_one_stretch() -> None:
