@@ -216,5 +216,6 @@ class Runner:
 
 
 def portable(path: str) -> str:
-    """A path as it may stand in a report: an absolute one is shortened to its last part."""
-    return Path(path).name if Path(path).is_absolute() else path
+    """A path, or NAME=path, as it may stand in a report: an absolute one is shortened to its last part."""
+    name, equals, where = path.partition("=") if not Path(path).is_absolute() else ("", "", path)
+    return f"{name}{equals}{Path(where).name}" if Path(where).is_absolute() else path

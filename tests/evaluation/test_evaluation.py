@@ -45,6 +45,7 @@ from hf_longattn.evaluation.experiment import fingerprint
 from hf_longattn.evaluation.loading import OneModel, check_setting, load_setting
 from hf_longattn.evaluation.measures.losses import crops
 from hf_longattn.evaluation.readings import over
+from hf_longattn.evaluation.runner import portable
 from hf_longattn.evaluation.settings import Setting, parse_settings, read_settings
 from hf_longattn.evaluation.statistics import mean_interval, wilson
 from hf_longattn.evaluation.tasks import long_ppl
@@ -1049,6 +1050,16 @@ def test_the_command_measures_long_ppl_and_effective_lengths(folder: Path, tmp_p
     assert result.exit_code == 0, (result.output, result.exception)
     page = json.loads((tmp_path / "out" / "report.json").read_text())
     assert [s["title"] for s in page["sections"]] == ["Verdict", "LongPPL", "Pass key", "Effective length"]
+
+
+def test_a_report_names_no_folders_of_this_machine() -> None:
+    paths = {
+        "/data/run=3/a.txt": "a.txt",
+        "mine=/data/adapter": "mine=adapter",
+        "near/a.txt": "near/a.txt",
+        "x:window=4": "x:window=4",
+    }
+    assert {path: portable(path) for path in paths} == paths
 
 
 def test_an_adapter_without_a_name_is_refused(tmp_path: Path) -> None:
