@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -217,6 +218,16 @@ def test_losses_of_models_that_call_their_parts_otherwise(name: str) -> None:
         begin = 9 if "prefix" in how else 0
         torch.testing.assert_close(token_losses(m, ids, chunk=8, **how)[0, begin + 1 :], want[begin:], atol=1e-4, rtol=0)
     torch.testing.assert_close(CausalLoss(m)(ids, ids)["loss"], want.mean(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "ends"), [("gpt2", True), ("opt", True), ("gptj", True), ("jamba", False), ("zamba", False)])
+def test_texts_end_where_a_table_of_positions_does(name: str, ends: bool) -> None:
+    """Some hybrids name a length, and none of their layers knows positions."""
+    model = coverage_models.build(name)
+    length = model.config.max_position_embeddings
+    assert Checkpoint(model).end == (length if ends else None)
+    with contextlib.nullcontext() if not ends else pytest.raises(ValueError, match=f"ends at {length} tokens"):
+        Checkpoint(model).check_lengths([2 * length])
 
 
 @pytest.mark.parametrize("name", ["rwkv", "openai-gpt", "jamba"])
