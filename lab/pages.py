@@ -149,10 +149,8 @@ def of_probe() -> dict[str, bytes]:
         mean, half = mean_interval(row["copy"])
         lines.setdefault(row["setting"], []).append((row["distance"], mean))
         errors.setdefault(row["setting"], []).append(half)
-    trained = result["protocol"]["trained"]
-    mark = {f"trained: {figures.tokens_shown(trained)}": float(trained)}
-    title = "A passage read again, by how far back"
-    drawn = figures.curves(lines, "tokens back", "loss (nats per token)", title, mark, errors=errors)
+    mark, title = figures.trained_mark(result["protocol"]["trained"]), "A passage read again, by how far back"
+    drawn = figures.curves(lines, "tokens back", figures.NATS, title, mark, errors=errors)
     return {"probe.png": figures.png(drawn)}
 
 

@@ -81,7 +81,10 @@ class Corpus:
 
     def whole(self, text: str) -> Tensor:
         """The tokens of a text, (1, length), behind the beginning-of-text token where there is one."""
-        return torch.cat([torch.tensor(self.start, dtype=torch.int64, device="cpu"), self.encoded[text]])[None]
+        return self._begun(self.encoded[text])
+
+    def _begun(self, ids: Tensor) -> Tensor:
+        return torch.cat([torch.tensor(self.start, dtype=torch.int64, device="cpu"), ids])[None]
 
     def _cut(self) -> list[Document]:
         windows, window = self.options.windows, self.longest - len(self.start)
@@ -103,9 +106,8 @@ class Corpus:
         """The last `length` tokens of a document (with a prefix the first), (1, length), behind the beginning-of-text token
         where there is one.
         """
-        start = torch.tensor(self.start, dtype=torch.int64, device="cpu")
-        first = 0 if self.options.prefix else len(document.ids) - (length - len(start))
-        return torch.cat([start, document.ids[first : first + length - len(start)]])[None]
+        own = length - len(self.start)
+        return self._begun(document.ids[:own] if self.options.prefix else document.ids[len(document.ids) - own :])
 
 
 class Prefixes:

@@ -234,7 +234,7 @@ def plot(search: Search, path: Path) -> None:
     for name, s in scores.items():
         pairs = sorted((c.distance, x) for c, x in zip(search.copies, s.copies, strict=True))
         right.plot(*zip(*pairs, strict=True), label=None if name in probed else name, **own[name])
-    axes = {"xlabel": "distance (tokens)", "ylabel": "loss (nats per token)"}
+    axes = {"xlabel": "distance (tokens)", "ylabel": figures.NATS}
     left.set(title="Probed: a passage read again", **axes)
     right.set(title="In the text: a passage read again", **axes)
     ends = sorted(c.distance for c in search.copies)

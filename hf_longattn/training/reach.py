@@ -95,15 +95,14 @@ def _compared(what: str, losses: Mapping[str, float]) -> str:
 
 def picture(reach: Reach, trained: int | None) -> bytes | None:
     """A PNG of both losses by distance; None without matplotlib, which the extra `cli` brings."""
-    from ..evaluation.report.figures import curves, png, tokens_shown
+    from ..evaluation.report.figures import NATS, curves, png, trained_mark
 
     lines = {
         f"{name}, {'copies' if part == 'copy' else 'other text'}": [(r["distance"], r[part][0]) for r in rows]
         for part in reversed(PARTS)
         for name, rows in reach.items()
     }
-    mark = {f"trained: {tokens_shown(trained)}": float(trained)} if trained else {}
     try:
-        return png(curves(lines, "tokens back", "loss (nats per token)", "By how far back the first reading is", mark))
+        return png(curves(lines, "tokens back", NATS, "By how far back the first reading is", trained_mark(trained)))
     except ImportError:
         return None

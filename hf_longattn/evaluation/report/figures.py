@@ -24,13 +24,17 @@ WIDE, HIGH = 66, 0.165
 OWN_COLOUR = ("unmodified", "rerope", "yarn", "leaky_rerope", "self_extend", "scale", "infoscale", "logn")
 
 
-def pyplot() -> Any:
-    """matplotlib's pyplot, drawing into files alone."""
+def _matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError:
         raise ImportError('figures need matplotlib: pip install "hf_longattn[cli]"') from None
-    matplotlib.use("Agg")
+    return matplotlib
+
+
+def pyplot() -> Any:
+    """matplotlib's pyplot, drawing into files alone."""
+    _matplotlib().use("Agg")
     from matplotlib import pyplot
 
     return pyplot
@@ -45,10 +49,8 @@ def canvas(width: float, height: float) -> tuple[Any, Any]:
 @functools.cache
 def _notebook_figure() -> type:
     """matplotlib's Figure, as a notebook shows it whether or not pyplot was imported there."""
-    try:
-        from matplotlib.figure import Figure as Drawn
-    except ImportError:
-        raise ImportError('figures need matplotlib: pip install "hf_longattn[cli]"') from None
+    _matplotlib()
+    from matplotlib.figure import Figure as Drawn
 
     return type("Figure", (Drawn,), {"_repr_png_": png, "__doc__": Drawn.__doc__})
 
@@ -192,6 +194,11 @@ def heat_map(
 def tokens_shown(n: float) -> str:
     """A length as people say it: 16k for 16,384, 300 for 300."""
     return f"{int(n) // 1024}k" if n >= 1024 and n % 1024 == 0 else f"{int(n)}"
+
+
+def trained_mark(length: int | None) -> dict[str, float]:
+    """The `mark` of curves at the trained length, if that is known."""
+    return {f"trained: {tokens_shown(length)}": length} if length else {}
 
 
 def pair(draw: Callable[[tuple[float, float] | None], Any], values: Sequence[float], name: str, alt: str) -> list[Figure]:

@@ -11,7 +11,7 @@ from ..corpus import Corpus, Document
 from ..measures.losses import loss_by_position, token_losses
 from ..readings import BIN, LOSS, Interval, Readings, over
 from ..report import Section, Table
-from ..report.figures import NATS, curves, pair, tokens_shown
+from ..report.figures import NATS, curves, pair, trained_mark
 from ..rows import Row
 from ..settings import UNMODIFIED, Setting
 from ..statistics import mean_of
@@ -165,7 +165,7 @@ def _by_position(results: Readings) -> Section:
 def _mark(results: Readings) -> dict[str, float]:
     """The trained length, where some length lies beyond."""
     trained = results.train_length
-    return {f"trained: {tokens_shown(trained)}": trained} if trained and results.lengths[-1] > trained else {}
+    return trained_mark(trained) if trained and results.lengths[-1] > trained else {}
 
 
 def by_length(

@@ -16,7 +16,7 @@ from ..measures import probe as probing
 from ..measures.copies import PASSAGE, SKIP
 from ..readings import Readings
 from ..report import Figure, Section, Table
-from ..report.figures import curves, tokens_shown
+from ..report.figures import NATS, curves, trained_mark
 from ..rows import Row
 from ..settings import UNMODIFIED, Setting
 from ..statistics import mean_interval
@@ -74,7 +74,6 @@ class ProbeTask(Task):
         distances, trained = results.lengths_of(name), results.train_length
         found = {(r["setting"], r["length"]): r for r in results.rows if r["task"] == name}
         settings = [s for s in results.settings if any(s == setting for setting, _ in found)]
-        mark = {f"trained: {tokens_shown(trained)}": float(trained)} if trained else {}
         tables, figures = [], []
         for part, title in PARTS.items():
             measured = {at: mean_interval(row[part]) for at, row in found.items()}
@@ -90,7 +89,7 @@ class ProbeTask(Task):
                 tables.append(Table(against, columns, cells, brief=True))
             lines = {s: [(d, measured[s, d][0]) for d in distances if (s, d) in measured] for s in settings}
             errors = {s: [measured[s, d][1] for d in distances if (s, d) in measured] for s in settings}
-            drawn = curves(lines, "tokens back", "loss (nats per token)", title, mark, errors=errors)
+            drawn = curves(lines, "tokens back", NATS, title, trained_mark(trained), errors=errors)
             figures.append(Figure(f"probe-{part}", drawn, f"{title}, by how far back, one line a setting"))
         text = (
             "The model reads a passage, then, after a jump in positions, other text and the passage again. The loss on the "
