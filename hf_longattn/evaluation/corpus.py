@@ -150,10 +150,14 @@ def _stacked(config: LongAttnConfig) -> LongAttnConfig:
 
 def reading(own: LongAttnConfig, prefix: Setting) -> LongAttnConfig:
     """The method that reads the text before the targets: the prefix's, beside those slots of a setting's own that act within
-    the prefix's window.
+    the prefix's window. ValueError: these do not go together, or one of them differs by layer.
     """
     method = prefix.config
     assert method is not None
+    if parts := [x.name for x in (own, method) if x.parts]:
+        raise ValueError(
+            f"a prefix is read under one method in all layers, not under {parts[0]}: measure that without a prefix"
+        )
     own = own.replace(positions=None, visibility=None)
     if isinstance(own.temperature, LengthTemperature):
         own = own.replace(temperature=None)

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from ..checks import check_folder, device_of
+from ..config import NO_METHOD
 from ..slots.registry import did_you_mean
 from .checkpoints import Checkpoint
-from .corpus import Corpus
+from .corpus import Corpus, reading
 from .experiment import Cell, Experiment, fingerprint, sha256_of
-from .loading import OneModel, check_setting, load_setting
+from .loading import OneModel, check_setting, filled, load_setting
 from .options import EvalOptions
 from .report.page import DATA, FIGURES, PAGE
 from .results import Results
@@ -117,6 +118,9 @@ class Runner:
             if not prefixed:
                 raise ValueError("a prefix belongs to the tasks loss and copies; the others read whole texts")
             check_setting(options.prefix, checkpoint)
+            for setting in options.settings:
+                if setting.adapter is None and setting.model is None:
+                    reading(filled(setting.config or NO_METHOD, checkpoint.method), options.prefix)
         self.corpus = Corpus(options, checkpoint, trained, self.load, cut)
         self.tasks = [kind(self.corpus, name) for name, kind in kinds.items()]
 

@@ -697,6 +697,9 @@ def test_rows_of_another_protocol_are_refused_and_not_mixed(folder: Path, tmp_pa
     assert (out / "rows.jsonl").read_text() == before
 
 
+PARTS = {"parts": [{"positions": {"name": "rerope"}, "layers": [0]}, {"temperature": {"name": "logn"}}]}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -713,6 +716,9 @@ def test_rows_of_another_protocol_are_refused_and_not_mixed(folder: Path, tmp_pa
         ({"dtype": "bfloat8"}, "did you mean 'bfloat16'"),
         ({"prefix": Setting("mine", "streaming", model="other")}, "under a method of its own, .* not under 'mine'"),
         ({"texts": {}}, "losses need a text"),
+        ({"prefix": "streaming", "settings": [Setting("a", PARTS)]}, "one method in all layers, not under rerope.logn"),
+        ({"prefix": Setting("a", PARTS), "settings": []}, "one method in all layers, not under rerope.logn"),
+        ({"prefix": "yarn_beyond", "settings": parse_settings(["cosscale"])}, "would do nothing; give attention_factor"),
         ({"lengths": [], "tasks": ["attention"]}, "no lengths to measure at"),
     ],
 )
