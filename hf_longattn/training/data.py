@@ -115,10 +115,10 @@ def _rows(source: str, hub: Hub) -> Iterator[dict[str, Any]]:
         return
     try:
         yield from load_dataset(BUILDERS[path.suffix], data_files=str(path), split="train", streaming=hub.streaming)
-    except (ValueError, DatasetGenerationError) as error:
+    except (ValueError, DatasetGenerationError, StopIteration) as error:  # an empty file stops the datasets library
         if path.suffix == ".jsonl":
             _check_lines(path)
-        raise ValueError(f"{path} cannot be read: {error.__cause__ or error}") from None
+        raise ValueError(f"{path} cannot be read: {error.__cause__ or str(error) or 'it is empty'}") from None
 
 
 def _check_lines(path: Path) -> None:

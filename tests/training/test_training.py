@@ -1357,6 +1357,15 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: str, said: str | None, 
         list(found)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_an_empty_file_is_named(tmp_path: Path, name: str, streaming: bool) -> None:
+    """The datasets library stops at one with StopIteration, which a generator may not raise."""
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=rf"{name} cannot be read: it is empty"):
+        list(data_module.texts([str(tmp_path / name)], Hub(streaming=streaming)))
+
+
 def test_the_held_out_end_is_not_trained_on(tiny: Path, tmp_path: Path) -> None:
     data = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", heldout=None))).data
     whole = next(documents([str(tiny / "train.txt")], Hub(), ByT5Tokenizer(extra_ids=0)))
