@@ -132,7 +132,8 @@ def _restore(config: Any, target: LongAttnConfig, model: PreTrainedModel, others
     """
     now = running(model)
     if now is not None and now.replace(backend="auto") != target.replace(backend="auto"):
-        raise _other(target, now, "load the base model without a method, or with the adapter's")
+        alone, beside = "load the base model without a method, or with the adapter's", "all adapters of a model share one"
+        raise _other(target, now, f"give the adapter a model of its own, {beside}" if others else alone)
     if now is None and others:
         way = f"give it a model of its own, or apply {target.name} to this one first if the others are to run under it"
         raise ValueError(f"the adapter was trained under {target.name}, and the model's other adapters under no method: {way}")

@@ -577,6 +577,18 @@ def test_an_adapter_that_records_a_method_beside_one_that_has_none(bases: dict[s
 
 
 @pytest.mark.slow
+def test_an_adapter_beside_one_of_another_method_is_told_to_go_elsewhere(bases: dict[str, Path], tmp_path: Path) -> None:
+    """The base has no method: the one that stands in the way came with the first adapter."""
+    adapted(bases["llama"]).save_pretrained(tmp_path / "one")
+    adapted(bases["llama"], METHODS["learned"]).save_pretrained(tmp_path / "two")
+    m = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "one")
+    want = logits(m)
+    with pytest.raises(ValueError, match="give the adapter a model of its own, all adapters of a model share one"):
+        m.load_adapter(tmp_path / "two", "two")
+    assert torch.equal(logits(m), want)
+
+
+@pytest.mark.slow
 def test_trainer_checkpoints(bases: dict[str, Path], tmp_path: Path) -> None:
     data = [{"input_ids": x, "labels": x} for x in tokens(6, 12)]
 
