@@ -275,7 +275,7 @@ def get_config(model: nn.Module) -> LongAttnConfig:
 def _running(view: View) -> LongAttnConfig:
     if (config := view.running) is None:
         runs = get_implementation(view.model.config)
-        raise ValueError(f"{view.name} runs {runs!r}, not an hf_longattn method")
+        raise ValueError(f"{view.name} runs {runs!r}, not an hf_longattn method: put one in by hf_longattn.apply(model, name)")
     return config
 
 
