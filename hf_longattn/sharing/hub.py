@@ -80,9 +80,12 @@ def save(
 
     Raises:
         ValueError: the model runs no method, several adapters are active that PEFT does not wrap, or base_model is a path.
+        TypeError: the tokenizer is not a loaded one.
         FileExistsError: the directory is not empty, without overwrite; or it is a file.
     """
     get_config(model)  # raises if there is none
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise TypeError(f"tokenizer= takes a loaded one, AutoTokenizer.from_pretrained(...), got {tokenizer!r}")
     directory, facts = Path(directory), _facts(card)
     _check_name(base_model)
     adapter = bool(getattr(model, "peft_config", None))
@@ -170,8 +173,14 @@ def merge(adapter: str | Path, directory: str | Path, **options: Any) -> Path:
     Raises:
         ValueError: the folder holds no adapter, or one that records no method, whose `merge_and_unload` is enough; or the
             model would be written into it, where the adapter would be lost.
+        TypeError: a model is given, not a folder.
         FileExistsError: as `save`.
     """
+    if isinstance(adapter, nn.Module):
+        raise TypeError(
+            f"merge takes the folder of a saved adapter, got a loaded {type(adapter).__name__}: "
+            "hf_longattn.save(model.merge_and_unload(), directory) saves that merged"
+        )
     folder = Path(adapter)
     if Path(directory).resolve() == folder.resolve():
         raise ValueError(f"{folder} holds the adapter, which the merged model would replace: give another folder")

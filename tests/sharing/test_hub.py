@@ -205,6 +205,8 @@ def test_an_adapter_is_merged_and_saved(base: Path, tmp_path: Path, case: str) -
             hf_longattn.merge(tmp_path / whole, tmp_path / "again")
     with pytest.raises(ValueError, match=r"neither config\.json nor"):
         hf_longattn.merge(tmp_path, tmp_path / "again")
+    with pytest.raises(TypeError, match=r"takes the folder of a saved adapter, got a loaded PeftModel.*: hf_longattn\.save"):
+        hf_longattn.merge(adapted(), tmp_path / "again")
 
 
 @pytest.mark.parametrize("measured", ["reach", "metrics", "both"])
@@ -337,8 +339,11 @@ def test_saving_keeps_a_readme_of_ones_own(tmp_path: Path) -> None:
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
     target = tmp_path / "none"
-    with pytest.raises(ValueError, match="not an hf_longattn method"):
+    with pytest.raises(ValueError, match=r"not an hf_longattn method: put one in by hf_longattn\.apply"):
         hf_longattn.save(stock("llama"), target)
+    with pytest.raises(TypeError, match=r"tokenizer= takes a loaded one, .*, got 'gpt2'"):
+        hf_longattn.save(adapted(), target, tokenizer="gpt2")
+    assert not target.exists()
     with pytest.raises(ValueError, match="whole models only"):
         hf_longattn.save(adapted(), target, remote_code=True)
     for metrics, message in (({"loss": 3.0}, "{metric: {length"), ({"loss": {"long": 1.0}}, "{metric: {length")):
