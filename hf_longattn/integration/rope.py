@@ -137,6 +137,11 @@ def _trained_at(text: Any, train_length: int | str | None) -> int | None:
 
 
 def _text(config: Any) -> Any:
+    if not hasattr(config, "get_text_config"):
+        raise TypeError(
+            "hf_longattn.rope edits a config, AutoConfig.from_pretrained(name), before a model is built with it, got "
+            f"{type(config).__name__}"
+        )
     return config.get_text_config()
 
 

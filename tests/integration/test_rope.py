@@ -149,6 +149,8 @@ def test_a_trained_length_in_words() -> None:
 
 
 def test_refusals() -> None:
+    with pytest.raises(TypeError, match=r"edits a config, .*, before a model is built with it, got Linear"):
+        rope.yarn(torch.nn.Linear(2, 2), 2.0)
     with pytest.raises(ValueError, match="no rotary position encoding"):
         rope.yarn(model_config("gpt2"), 2.0)
     with pytest.raises(ValueError, match="would scale twice"):
