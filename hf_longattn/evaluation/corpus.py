@@ -47,7 +47,8 @@ class Corpus:
         cut: whether windows of the longest length are cut from the texts.
 
     Raises:
-        ValueError: there is no tokenizer, no text to cut, or a text is too short.
+        TypeError: the tokenizer is a name.
+        ValueError: there is no tokenizer, or another model's, no text to cut, or a text is too short.
     """
 
     def __init__(
@@ -61,6 +62,8 @@ class Corpus:
         self.options, self.checkpoint, self.train_length, self.load = options, checkpoint, train_length, load
         if options.tokenizer is None and checkpoint.is_loaded:
             raise ValueError("a loaded model is measured with its tokenizer: give tokenizer=")
+        if isinstance(options.tokenizer, str):
+            raise TypeError(f"tokenizer= takes a loaded one, AutoTokenizer.from_pretrained(...), got {options.tokenizer!r}")
         self.tokenizer = options.tokenizer or load_tokenizer(checkpoint.model)
         #: What every document begins with: the beginning-of-text token, or nothing.
         self.start = Encoder(self.tokenizer, options.bos).start
@@ -77,6 +80,12 @@ class Corpus:
 
     def _encode(self, text: str) -> Tensor:
         ids: Tensor = self.tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
+        known = getattr(self.checkpoint.text_config, "vocab_size", None)
+        if known is not None and (ids >= known).any():
+            raise ValueError(
+                f"the tokenizer gives token {ids.max()}, and the model's vocabulary has {known}: it is another model's. Give "
+                "the model's own"
+            )
         return ids
 
     def whole(self, text: str) -> Tensor:

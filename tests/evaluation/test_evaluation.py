@@ -890,6 +890,15 @@ def test_a_loaded_model_is_measured_like_its_checkpoint_and_is_afterwards_as_it_
         hf_longattn.evaluate(model, texts, ["@yarn:2"], tokenizer=tiny.tokenizer(), **how)
     with pytest.raises(ValueError, match="give tokenizer="):
         hf_longattn.evaluate(model, texts, **how)
+    with pytest.raises(TypeError, match=r"tokenizer= takes a loaded one, .*, got 'gpt2'"):
+        hf_longattn.evaluate(model, texts, tokenizer="gpt2", **how)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    model.resize_token_embeddings(20)
+    with pytest.raises(ValueError, match=r"gives token \d+, and the model's vocabulary has 20: it is another model's"):
+        hf_longattn.evaluate(model, [(folder / "a.txt").read_text()], lengths=[128], targets=64, tokenizer=tiny.tokenizer())
 
 
 def test_other_weights_beside_a_loaded_model_are_read_as_asked(folder: Path) -> None:
