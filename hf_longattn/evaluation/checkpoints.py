@@ -81,6 +81,15 @@ class Checkpoint:
         """The part of the config that is of the language model."""
         return self.config.get_text_config()
 
+    def check_tokens(self, ids: torch.Tensor) -> None:
+        """Raise ValueError for tokens, (length,), that the model has no embedding of."""
+        known = getattr(self.text_config, "vocab_size", None)
+        if known is not None and (ids >= known).any():
+            raise ValueError(
+                f"the tokenizer gives token {ids.max()}, and the model's vocabulary has {known}: it is another model's. Give "
+                "the model's own"
+            )
+
     @property
     def dtype(self) -> str:
         """The dtype that the config names for the weights."""

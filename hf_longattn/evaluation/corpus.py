@@ -80,12 +80,7 @@ class Corpus:
 
     def _encode(self, text: str) -> Tensor:
         ids: Tensor = self.tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
-        known = getattr(self.checkpoint.text_config, "vocab_size", None)
-        if known is not None and (ids >= known).any():
-            raise ValueError(
-                f"the tokenizer gives token {ids.max()}, and the model's vocabulary has {known}: it is another model's. Give "
-                "the model's own"
-            )
+        self.checkpoint.check_tokens(ids)
         return ids
 
     def whole(self, text: str) -> Tensor:

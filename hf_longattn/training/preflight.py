@@ -207,6 +207,7 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
     reaches, methods, qk_norm = _reach(recipe, start, empty, reads)
     held_out = min(reaches, _far(began.evaluation))
     data = Data(recipe, tokenizer, skip, began, max(held_out, PROBED) if held_out else 0)
+    original.check_tokens(data.held_out)
     back, unprobed = distances(reaches, len(data.held_out)) if _far(recipe.evaluation) else ((), "")
     run = Prepared(
         recipe=recipe,

@@ -1366,6 +1366,14 @@ def test_an_empty_file_is_named(tmp_path: Path, name: str, streaming: bool) -> N
         list(data_module.texts([str(tmp_path / name)], Hub(streaming=streaming)))
 
 
+def test_the_tokenizer_of_a_larger_model_is_refused(tiny: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny / "model", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"vocab_size": 50}))
+    with pytest.raises(ValueError, match=r"gives token \d+, and the model's vocabulary has 50: it is another model's"):
+        prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", model=tmp_path / "model")))
+
+
 def test_the_held_out_end_is_not_trained_on(tiny: Path, tmp_path: Path) -> None:
     data = prepare(load_recipe("continue_lora", settings(tiny, tmp_path / "out", heldout=None))).data
     whole = next(documents([str(tiny / "train.txt")], Hub(), ByT5Tokenizer(extra_ids=0)))
