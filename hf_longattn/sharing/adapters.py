@@ -38,11 +38,12 @@ from ..files import ADAPTER_FILE
 from ..integration import apply, rope, saved_method
 from ..integration.changes import disable, enable, is_disabled, transaction
 from ..integration.internals import get_implementation
-from ..integration.layers import pretrained_in
+from ..integration.layers import View, pretrained_in
 from ..integration.max_length import announce_beside
 from ..integration.model import no_untrained_warning, running
 from ..integration.patch import Patch, install
 from ..integration.saved_method import KEY, LEARNED, RECORD, computed, method_in, record_of, set_record
+from ..integration.verify import verify_at_first_call
 from ..slots.learned import container_of
 from ..user_warnings import warn
 
@@ -267,7 +268,7 @@ def _refuse_conversion(original: Any, model: nn.Module, *args: Any, **kwargs: An
     return original(model, *args, **kwargs)
 
 
-def _refuse_call(original: Any, self: PeftModel, *args: Any, **kwargs: Any) -> Any:
+def _before_call(original: Any, self: PeftModel, *args: Any, **kwargs: Any) -> Any:
     names, base = kwargs.get("adapter_names"), pretrained_in(self)
     for config in self.peft_config.values():  # whichever came first, prompts or method
         if config.is_adaption_prompt and base is not None and (method := running(base)) is not None:
@@ -284,6 +285,8 @@ def _refuse_call(original: Any, self: PeftModel, *args: Any, **kwargs: Any) -> A
                 f"adapter_names={names}: the learned parameters of {runs} would be those of {active} in all rows. Give each "
                 "adapter its rows in a call of its own, after model.set_adapter(...)"
             )
+    if names is not None and base is not None and (state := View(base).state) is not None and state.unverified:
+        verify_at_first_call(state, base)  # it reads one row, and PEFT's hooks of this call want one for each name
     return original(self, *args, **kwargs)
 
 
@@ -398,7 +401,7 @@ PATCHES = (
     Patch(
         PeftModel,
         "_enable_peft_forward_hooks",
-        _refuse_call,
+        _before_call,
         "rows of other adapters would get one's learned parameters, those of the base a method; adaption prompts record none",
     ),
     Patch(hotswap, "check_hotswap_configs_compatible", _refuse_hotswap, "weights of any attention would be exchanged"),

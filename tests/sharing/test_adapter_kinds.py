@@ -668,6 +668,27 @@ def test_rows_of_several_adapters(bases: dict[str, Path]) -> None:
 
 
 @pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize("call", ["forward", "generate"])
+def test_rows_of_several_adapters_in_the_first_call(bases: dict[str, Path], tmp_path: Path, call: str) -> None:
+    """Before it, the rotation of a model that was loaded under its method is verified on one row."""
+    hf_longattn.apply(loaded(bases["llama"]), REROPE).save_pretrained(tmp_path)
+    m = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path), peft.LoraConfig(**INTO))
+    m, ids = disturbed(with_second(m, "LORA"), 6).eval(), tokens()
+    how: dict[str, Any] = {"max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True}
+
+    def called(ids: torch.Tensor, **names: Any) -> Any:
+        if call == "forward":
+            return m(input_ids=ids, **names).logits[:, -1]
+        return m.generate(input_ids=ids, **how, **names).logits[0]
+
+    mixed = called(ids, adapter_names=["default", "second"])
+    for row, name in enumerate(("default", "second")):
+        m.set_adapter(name)
+        close(mixed[row], called(ids[row : row + 1])[0])
+
+
+@pytest.mark.slow
 def test_rows_of_the_base_model_have_no_method_of_its_adapters(bases: dict[str, Path], tmp_path: Path) -> None:
     ids, m = tokens(), adapted(bases["llama"], "LORA")
     for names in (["default", "__base__"], ["__base__"] * 2):
