@@ -139,6 +139,10 @@ def test_a_method_that_lives_outside(forgotten: None, tmp_path: Path, monkeypatc
     close(logits, hf_longattn.update(m, backend="reference")(ids).logits)
     m.save_pretrained(tmp_path / "saved")
     close(LlamaForCausalLM.from_pretrained(tmp_path / "saved")(ids).logits, logits)
+    hf_longattn.save(m, tmp_path / "shared", remote_code=True)
+    card = (tmp_path / "shared" / "README.md").read_text()
+    assert "my_methods is a module of the maker of this model" in card  # which the file of remote code does not import
+    assert "it loads without the import of hf_longattn, too" in card
     both = stock("llama")
     both.set_attn_implementation("root_logn")
     assert hf_longattn.get_config(both).name == "root_logn"
