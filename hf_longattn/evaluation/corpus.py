@@ -128,14 +128,14 @@ class Prefixes:
             return None
         if self.document != document.name:
             self.document, self.kept = document.name, {}
-        method = reading(running(model) or NO_METHOD, prefix)
+        method = reading_under(model, setting, prefix)
         end = self._end(length)
         last = self._end(corpus.longest) if crops(model) else end
         reader = (setting.rope, setting.train_length, setting.adapter, setting.model, repr(method.to_dict()), last)
         if reader not in self.kept:
             own = corpus.load(setting)
             with no_untrained_warning():
-                apply(own, method if setting.rope is None else _stacked(method))
+                apply(own, method)
             before = corpus.context(document, corpus.longest)[:, :last]
             self.kept[reader] = prefix_of(own, before.to(own.device))
             if own is model:  # one that was loaded before: under its setting again
@@ -144,6 +144,12 @@ class Prefixes:
 
     def _end(self, length: int) -> int:
         return length - self.corpus.options.targets - 1  # the token before the targets predicts the first of them
+
+
+def reading_under(model: Any, setting: Setting, prefix: Setting) -> LongAttnConfig:
+    """What a setting's model gets to read the text before the targets; see `reading`."""
+    method = reading(running(model) or NO_METHOD, prefix)
+    return method if setting.rope is None else _stacked(method)
 
 
 def _stacked(config: LongAttnConfig) -> LongAttnConfig:

@@ -38,9 +38,7 @@ def check_setting(setting: Setting, checkpoint: Checkpoint, head: bool = True) -
     asked = checkpoint.under(setting)
     asked.check_reads(head)
     try:
-        empty = asked.build()
-        if setting.config is not None:
-            _put(setting.config, empty, setting, checkpoint)
+        empty = empty_under(setting, checkpoint)
         runs = running(empty)
         if setting.adapter is not None and runs is None and not _trained_as_a_control(Path(setting.adapter)):
             warn(
@@ -53,6 +51,14 @@ def check_setting(setting: Setting, checkpoint: Checkpoint, head: bool = True) -
         return dataclasses.replace(facts, train_length_source=source) if source and not setting.train_length else facts
     except (ValueError, RuntimeError, KeyError) as error:  # the latter two of PEFT: other shapes, no such kind of adapter
         raise ValueError(f"setting {setting.name!r}: {error}") from None
+
+
+def empty_under(setting: Setting, checkpoint: Checkpoint) -> Any:
+    """A setting's model without weights, as it is read: its method applied."""
+    empty = checkpoint.under(setting).build()
+    if setting.config is not None:
+        _put(setting.config, empty, setting, checkpoint)
+    return empty
 
 
 def _put(method: LongAttnConfig, model: Any, setting: Setting, checkpoint: Checkpoint) -> None:

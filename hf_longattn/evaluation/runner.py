@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from ..checks import check_folder, device_of
-from ..config import NO_METHOD
+from ..integration import apply
+from ..integration.model import no_untrained_warning
 from ..slots.registry import did_you_mean
 from .checkpoints import Checkpoint
-from .corpus import Corpus, reading
+from .corpus import Corpus, reading_under
 from .experiment import Cell, Experiment, fingerprint, sha256_of
-from .loading import OneModel, check_setting, filled, load_setting
+from .loading import OneModel, check_setting, empty_under, load_setting
 from .options import EvalOptions
 from .report.page import DATA, FIGURES, PAGE
 from .results import Results
@@ -117,10 +118,8 @@ class Runner:
         if options.prefix is not None:
             if not prefixed:
                 raise ValueError("a prefix belongs to the tasks loss and copies; the others read whole texts")
-            check_setting(options.prefix, checkpoint)
             for setting in options.settings:
-                if setting.adapter is None and setting.model is None:
-                    reading(filled(setting.config or NO_METHOD, checkpoint.method), options.prefix)
+                _check_prefix(options.prefix, setting, checkpoint)
         self.corpus = Corpus(options, checkpoint, trained, self.load, cut)
         self.tasks = [kind(self.corpus, name) for name, kind in kinds.items()]
 
@@ -217,6 +216,16 @@ class Runner:
             "Threads": str(torch.get_num_threads()),
             "Seconds": f"{sum(r['seconds'] for r in rows):.0f} for all rows together",
         }
+
+
+def _check_prefix(prefix: Setting, setting: Setting, checkpoint: Checkpoint) -> None:
+    """Raise ValueError for a prefix that cannot read the text before a setting's targets; no weights are read."""
+    empty = empty_under(setting, checkpoint)
+    try:
+        with no_untrained_warning():
+            apply(empty, reading_under(empty, setting, prefix))
+    except ValueError as error:
+        raise ValueError(f"the prefix {prefix.name!r}, before the targets of {setting.name!r}: {error}") from None
 
 
 def portable(path: str) -> str:

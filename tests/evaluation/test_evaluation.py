@@ -295,6 +295,18 @@ def test_settings_that_rotate_otherwise_do_not_share_a_prefix(folder: Path) -> N
 
 
 @pytest.mark.slow
+def test_a_prefix_takes_the_place_of_a_checkpoints_own_remap(folder: Path, tmp_path: Path) -> None:
+    """As it takes that of a setting's: one that clashes with it is a prefix all the same."""
+    own = hf_longattn.apply(AutoModelForCausalLM.from_pretrained(folder / "model"), "rerope", window=100)
+    own.save_pretrained(tmp_path / "own")
+    tiny.tokenizer().save_pretrained(tmp_path / "own")
+    usual = {"lengths": [256], "prefix": "streaming:window=64", "texts": ("a.txt",)}
+    named = runner(folder, settings=parse_settings(["rerope:window=100"]), **usual).open(None).run()
+    saved = runner(folder, model=str(tmp_path / "own"), settings=[], **usual).open(None).run()
+    assert saved[0]["loss"] == named[1]["loss"] != named[0]["loss"]
+
+
+@pytest.mark.slow
 def test_a_prefix_is_part_of_the_protocol_and_checked(folder: Path, tmp_path: Path) -> None:
     usual = {"settings": parse_settings(["infoscale"]), "lengths": [256, 512]}
     runner(folder, **usual).open(tmp_path / "out").run()
@@ -719,6 +731,7 @@ PARTS = {"parts": [{"positions": {"name": "rerope"}, "layers": [0]}, {"temperatu
         ({"prefix": "streaming", "settings": [Setting("a", PARTS)]}, "one method in all layers, not under rerope.logn"),
         ({"prefix": Setting("a", PARTS), "settings": []}, "one method in all layers, not under rerope.logn"),
         ({"prefix": "yarn_beyond", "settings": parse_settings(["cosscale"])}, "would do nothing; give attention_factor"),
+        ({"prefix": "yarn_beyond", "settings": parse_settings(["cosscale"])}, "yarn_beyond', before the targets of"),
         ({"lengths": [], "tasks": ["attention"]}, "no lengths to measure at"),
     ],
 )
