@@ -161,18 +161,18 @@ class Checkpoint:
 
     @functools.cached_property
     def end(self) -> int | None:
-        """The length of a learned position table, in tokens; None: positions are none, rotary or biases, and go on."""
+        """The length of a table of positions, learned or fixed, in tokens; None: they are none, computed or biases: no end."""
         length = getattr(self.text_config, "max_position_embeddings", None)
         if length is None or getattr(self.text_config, "rope_parameters", None) or getattr(self.text_config, "alibi", False):
             return None
         return length if length in _tables(self.build()) else None  # of some hybrids no layer knows positions
 
     def check_lengths(self, lengths: Sequence[int]) -> None:
-        """Raise ValueError if a length lies beyond a learned position table, which no method can extend."""
+        """Raise ValueError if a length lies beyond a position table, which no method can extend."""
         if self.end is not None and max(lengths) > self.end:
             raise ValueError(
-                f"{self.name} learned its positions and ends at {self.end} tokens; {max(lengths)} cannot be read under any "
-                "method: shorten the lengths, or use a model with rotary positions"
+                f"{self.name} takes its positions from a table, which ends at {self.end} tokens; {max(lengths)} cannot be "
+                "read under any method: shorten the lengths, or use a model that computes rotary positions"
             )
 
     def under(self, setting: Setting) -> Checkpoint:
@@ -274,6 +274,8 @@ def _tables(model: nn.Module) -> set[int]:
     """The lengths of all in which a model may look up positions: embeddings but that of tokens, and tensors beside weights."""
     found, tokens = set(), input_embeddings(model)
     for module in model.modules():
+        if hasattr(module, "make_weights"):  # XGLM's sinusoids: a longer text makes more of them
+            continue
         held = [module.weight] if isinstance(module, nn.Embedding) and module is not tokens else []
         held += [x for x in (*module.buffers(recurse=False), *vars(module).values()) if isinstance(x, torch.Tensor) and x.ndim]
         found |= {len(x) - getattr(module, "offset", 0) for x in held}

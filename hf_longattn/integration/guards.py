@@ -37,11 +37,6 @@ def guard(view: View, state: AttentionState) -> None:
     state.guards = (*tables, *_border_hooks(view, state))
 
 
-def table_entries(model: nn.Module) -> int | None:
-    """Return the number of entries in a model's learned position table; None: it has none."""
-    return next(map(_entries, position_tables(View(model))), None)
-
-
 def position_tables(view: View) -> Iterator[nn.Embedding]:
     """The learned position tables of a model, which no method can extend."""
     size, embeddings = getattr(view.target, "max_position_embeddings", None), input_embeddings(view.model)

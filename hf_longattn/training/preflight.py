@@ -18,7 +18,6 @@ from ..evaluation.checkpoints import Checkpoint, load_tokenizer
 from ..evaluation.measures.probe import TOKENS
 from ..evaluation.settings import Setting
 from ..integration.engines.ulysses import check_heads
-from ..integration.guards import table_entries
 from ..integration.layer_methods import facts_for
 from ..integration.layers import View
 from ..integration.trained_length import recorded
@@ -203,7 +202,7 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:
     empty = start.build(dtype=recipe.dtype)
     skip = _skip(recipe, _trained_length(original))
     reads = (skip and skip.target_length) or recipe.length
-    _check_model(recipe, original, empty, reads)
+    _check_model(recipe, original, reads)
     reaches, methods, qk_norm = _reach(recipe, start, empty, reads)
     held_out = min(reaches, _far(began.evaluation))
     data = Data(recipe, tokenizer, skip, began, max(held_out, PROBED) if held_out else 0)
@@ -244,10 +243,10 @@ def _trained_length(checkpoint: Checkpoint) -> int:
     return recorded(checkpoint.text_config, checkpoint.text_config.longattn).length or sys.maxsize
 
 
-def _check_model(recipe: Recipe, original: Checkpoint, empty: Any, reads: int) -> None:
+def _check_model(recipe: Recipe, original: Checkpoint, reads: int) -> None:
     """Raise ValueError for windows, positions or processes that the model does not take."""
-    if (table := table_entries(empty)) is not None:
-        _check_table(recipe, reads, table)
+    if original.end is not None:
+        _check_table(recipe, reads, original.end)
     if recipe.distill is not None and recipe.length > (trained := _trained_length(original)):
         raise ValueError(
             f"the teacher was trained at {trained} tokens; windows of {recipe.length} are beyond it: lower length"
@@ -258,17 +257,15 @@ def _check_model(recipe: Recipe, original: Checkpoint, empty: Any, reads: int) -
 
 
 def _check_table(recipe: Recipe, reads: int, table: int) -> None:
-    """Raise ValueError for what a model with a learned position table (GPT-2) of so many entries does not take."""
+    """Raise ValueError for what a model with a position table (GPT-2, GPT-J) of so many entries does not take."""
     if recipe.longest > table:
-        raise ValueError(
-            f"this model learned its positions, in a table of {table:,}: it cannot read {recipe.longest:,} tokens"
-        )
+        raise ValueError(f"this model takes its positions from a table of {table:,}: it cannot read {recipe.longest:,} tokens")
     remap = (attention := recipe.setting.config) and attention.remap
     wrong = [f"{remap.name} changes rotary distances"] if remap else []
     wrong += ["skipped positions lie beyond it"] if reads > table else []
     if wrong:
         raise ValueError(
-            f"this model learned its positions, in a table of {table:,}, and {' and '.join(wrong)}: give "
+            f"this model takes its positions from a table of {table:,}, and {' and '.join(wrong)}: give "
             "method=infoscale:clamp=false (or null) and positions=plain; the recipe method_lora has both"
         )
 

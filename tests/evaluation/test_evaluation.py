@@ -220,13 +220,29 @@ def test_losses_of_models_that_call_their_parts_otherwise(name: str) -> None:
     torch.testing.assert_close(CausalLoss(m)(ids, ids)["loss"], want.mean(), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("name", "ends"), [("gpt2", True), ("opt", True), ("gptj", True), ("jamba", False), ("zamba", False)])
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        *(("gpt2", True), ("opt", True), ("gptj", True), ("codegen", True), ("ctrl", True)),
+        *(("xglm", False), ("jamba", False), ("zamba", False)),
+    ],
+)
 def test_texts_end_where_a_table_of_positions_does(name: str, ends: bool) -> None:
-    """Some hybrids name a length, and none of their layers knows positions."""
+    """Some hybrids name a length, and none of their layers knows positions; XGLM makes more of its sinusoids.
+
+    A model's own forward pass says whether it ends.
+    """
     model = coverage_models.build(name)
     length = model.config.max_position_embeddings
     assert Checkpoint(model).end == (length if ends else None)
-    with contextlib.nullcontext() if not ends else pytest.raises(ValueError, match=f"ends at {length} tokens"):
+    for n, beyond in ((length, False), (length + 1, ends)):
+        with contextlib.nullcontext() if not beyond else pytest.raises(IndexError), torch.inference_mode():
+            model(torch.ones(1, n, dtype=torch.long))
+    with (
+        contextlib.nullcontext()
+        if not ends
+        else pytest.raises(ValueError, match=f"from a table, which ends at {length} tokens")
+    ):
         Checkpoint(model).check_lengths([2 * length])
 
 

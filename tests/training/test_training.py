@@ -797,8 +797,17 @@ def test_recipes_take_a_model_with_a_table_of_positions(name: str, tiny: Path, t
     assert "infoscale" in plan(prepared)
     wrapped = put_adapter(prepared.start.build(dtype=prepared.recipe.dtype), prepared.recipe.lora, 0)
     assert wrapped.peft_config["default"].target_modules == {"c_attn", "attn.c_proj"}
-    with pytest.raises(ValueError, match="in a table of 256: it cannot read 300 tokens"):
+    with pytest.raises(ValueError, match="from a table of 256: it cannot read 300 tokens"):
         prepare(load_recipe(name, [*ours, "length=300"]))
+
+
+def test_a_table_of_rotations_ends_too(tiny: Path, tmp_path: Path) -> None:
+    """GPT-J's: it failed at its first step, with an IndexError."""
+    base = save(tmp_path / "gptj", 256, kind="GPTJ", rotary_dim=4)
+    ours = settings(tiny, tmp_path / "out", model=base, data=tiny / "train.txt", length=300)
+    with pytest.raises(ValueError, match="takes its positions from a table of 256: it cannot read 300 tokens"):
+        prepare(load_recipe("method_lora", ours))
+    assert "infoscale" in plan(prepare(load_recipe("method_lora", [*ours, "length=200"])))
 
 
 @pytest.mark.slow
