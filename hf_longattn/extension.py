@@ -183,7 +183,7 @@ def check_purpose(purpose: str) -> None:
 
 
 def needed(window: int, train_length: int, to: int) -> int:
-    """The stretch or group with which a remap of that window reaches `to`, at least 2."""
+    """The stretch with which a remap of that window reaches `to`, at least 2."""
     return max(2, math.ceil((to - window) / (train_length - window)))
 
 

@@ -210,12 +210,15 @@ def test_candidates_reach(trained: int, to: int) -> None:
         assert config.positions is not None
         reach = config.positions.reach(trained)
         assert reach is None or reach >= to
+        if config.name == "self_extend":
+            i, j = torch.arange(trained, to)[:, None], torch.tensor([0])  # nothing is shown farther than the first key
+            assert config.positions.distance(i, j).max() < trained
 
 
 def test_a_temperature_is_a_candidate_where_it_pays() -> None:
     names = [s.name for s in candidates(8192, 65536)]
     beside = [f"rerope+infoscale:window={window}" for window in (4096, 2048)]
-    beside += [f"self_extend+infoscale:window={shape}" for shape in ("1024:group=9", "2048:group=11")]
+    beside += [f"self_extend+infoscale:window={shape}" for shape in ("1024:group=10", "2048:group=11")]
     assert [s.name for s in candidates(8192, 65536, "infoscale")] == [*names, *beside]
     assert not any(map(extension.tempered, names))
 

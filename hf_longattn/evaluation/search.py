@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from statistics import fmean
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..extension import check_purpose, needed
+from ..methods.self_extend import SelfExtend
 from .calibrate import calibrate
 from .experiment import Cell, Experiment
 from .measures.copies import PASSAGE, SKIP, Copy, copy_losses, with_copies
@@ -47,7 +49,7 @@ def candidates(train_length: int, to: int, temperature: str | None = None, plain
     `to` the trained length: what improves retrieval within it.
     """
     half, quarter, eighth = (max(train_length // n, 1) for n in (2, 4, 8))
-    leaky, coarse, fine = (needed(window, train_length, to) for window in (half, quarter, eighth))
+    leaky, coarse, fine = needed(half, train_length, to), *(_group(window, train_length, to) for window in (quarter, eighth))
     remaps = [
         f"rerope:window={half}",
         f"rerope:window={quarter}",
@@ -65,6 +67,12 @@ def candidates(train_length: int, to: int, temperature: str | None = None, plain
     if temperature is not None:
         remaps += [beside(temperature, name) for name in remaps if kind(name) in ("rerope", "self_extend")]
     return [Setting(UNMODIFIED), *yarn, *map(Setting.parse, remaps)]
+
+
+def _group(window: int, train_length: int, to: int) -> int:
+    """The least group with which SelfExtend reaches `to`: at times one more, where the window is no multiple of it."""
+    fewest = needed(window, train_length, to)
+    return next(g for g in count(fewest) if SelfExtend(window=window, group=g).reach(train_length) >= to)
 
 
 def kind(name: str) -> str:

@@ -18,7 +18,7 @@ class SelfExtend(Window, Positions):
 
     Args:
         window: w; default an eighth of the trained length.
-        group: g >= 1; the model reaches window + g (trained length - window) tokens back.
+        group: g >= 1; the model reaches g (trained length - window + ⌊window/g⌋) tokens back.
         stack: allow it beside the model's own rope scaling.
 
     Jin et al., "LLM Maybe LongLM: Self-Extend LLM Context Window Without Tuning" (2024).
@@ -37,8 +37,8 @@ class SelfExtend(Window, Positions):
         super().validate()
         require_at_least(1, group=self.group)
 
-    def reach(self, train_length: int) -> int | None:
-        return self.filled("window") + self.group * (train_length - self.filled("window"))
+    def reach(self, train_length: int) -> int:
+        return self.group * (train_length - self.filled("window") + self.filled("window") // self.group)
 
     def distance(self, i: Tensor, j: Tensor) -> Tensor:
         w, g = self.filled("window"), self.group

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -783,6 +784,16 @@ def test_an_infinite_stretch_is_a_cap() -> None:
         assert LongAttnConfig.parse(json.loads(saved)) == each
         assert each.positions is not None
         assert each.positions.reach(512) == reach
+
+
+def test_self_extend_reaches_until_a_row_shows_a_distance_that_training_did_not() -> None:
+    for length, window, group in itertools.product((9, 24), (1, 2, 5, 8), range(1, 8)):
+        i = torch.arange(length * group + 2)
+        shown = closed_form.self_extend({"window": window, "group": group}, i[:, None].numpy(), i.numpy())
+        rows = torch.from_numpy(shown).where(i <= i[:, None], 0).amax(1)
+        config = LongAttnConfig.preset("self_extend", window=window, group=group)
+        assert config.positions is not None
+        assert config.positions.reach(length) == int((rows >= length).nonzero()[0])
 
 
 @pytest.mark.parametrize("name", METHODS)
