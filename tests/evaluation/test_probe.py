@@ -160,6 +160,21 @@ def test_passages_of_several_choices_of_texts_are_not_pooled(folder: Path, tmp_p
     assert probed("rerope:window=600", "a", "b") == both != alone
 
 
+@pytest.mark.slow
+def test_a_page_of_all_rows_names_what_was_probed_on_other_texts(folder: Path, tmp_path: Path) -> None:
+    texts = [(folder / f"{name}.txt").read_text() for name in ("a", "b")]
+    options: dict[str, Any] = {"tasks": "probe", "lengths": (), "distances": [1280], "passages": 1, "out": tmp_path / "out"}
+    hf_longattn.evaluate(str(folder / "model"), texts[:1], ["rerope:window=600"], **options)
+    hf_longattn.evaluate(str(folder / "model"), texts, ["@yarn:2"], **options)
+    line = ["eval", str(folder / "model"), "--tasks", "probe", "--lengths", "2k", "--distances", "1280", "--passages", "1"]
+    line += ["--text", str(folder / "a.txt"), "--out", str(tmp_path / "out"), "--page-only"]
+    result = CliRunner().invoke(app, line)
+    assert result.exit_code == 0, (result.output, result.exception)
+    said = "Not probed on these passages: rerope:window=600."
+    assert said in result.output
+    assert said in (tmp_path / "out" / "index.html").read_text()
+
+
 def test_two_texts_of_one_name_are_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text((folder / "b.txt").read_text())
     result = run(folder, "--distances", "1280", "--text", str(tmp_path / "a.txt"))

@@ -74,10 +74,12 @@ class ProbeTask(Task):
         distances, trained = results.lengths_of(name), results.train_length
         found = {(r["setting"], r["length"]): r for r in results.rows if r["task"] == name}
         settings = [s for s in results.settings if any(s == setting for setting, _ in found)]
+        without = ", ".join(s for s in results.settings if s not in settings)
+        left_out = f"Not probed on these passages: {without}." if without else ""
         tables, figures = [], []
         for part, title in PARTS.items():
             measured = {at: mean_interval(row[part]) for at, row in found.items()}
-            head, note = f"{title}, nats a token", SAYS_NOT if part == "copy" else ""
+            head, note = f"{title}, nats a token", SAYS_NOT if part == "copy" else left_out
             rows = [[s, *(shown(*measured[s, d]) if (s, d) in measured else None for d in distances)] for s in settings]
             columns = ["tokens back", *(f"{d:,}" for d in distances)]
             tables.append(Table(head, columns, rows, note=note, brief=True))
