@@ -32,6 +32,7 @@ class Cell:
         depends: what the numbers depend on beside the setting, JSON-ready: part of the row's digest.
         by: another cell of the experiment, which comes before and whose row `measure` needs.
         work: its share of the progress bar.
+        ids: a digest of the tokens that are read, where `depends` has their text alone; None: it has the tokens.
     """
 
     setting: Any
@@ -40,6 +41,7 @@ class Cell:
     depends: Sequence[Any] = ()
     by: Cell | None = None
     work: int = 1
+    ids: str | None = None
 
     @property
     def name(self) -> str:
@@ -165,12 +167,17 @@ class Experiment:
         return [self.rows[cell.name] for cell in done]
 
     def _has(self, cell: Cell) -> bool:
-        """Tell whether a cell's row is there; ValueError: the row belongs to another cell."""
+        """Tell whether a cell's row is there; ValueError: the row belongs to another cell, or to another tokenizer."""
         row = self.rows.get(cell.name)
         if row is not None and "digest" in row and row["digest"] != cell.digest:
             raise ValueError(
                 f"{self.file.path} holds a row {cell.name!r} of another setting, text or model; rows are not mixed: choose "
                 "another folder, or another name for the setting"
+            )
+        if row is not None and cell.ids and row.get("ids", cell.ids) != cell.ids:  # rows of earlier versions have none
+            raise ValueError(
+                f"{self.file.path} holds a row {cell.name!r} of other tokens: the tokenizer has changed since, and rows are "
+                "not mixed: choose another folder, or measure with the tokenizer of before"
             )
         return row is not None
 
@@ -180,7 +187,7 @@ class Experiment:
         dtype = {"dtype": str(model.dtype).removeprefix("torch.")} if hasattr(model, "dtype") else {}
         by = [self.rows[cell.by.name]] if cell.by else []
         row = {**cell.key, **dtype, **cell.measure(model, *by)}
-        row |= {"what": cell.setting.to_dict(), "digest": cell.digest}
+        row |= {"what": cell.setting.to_dict(), "digest": cell.digest} | ({} if cell.ids is None else {"ids": cell.ids})
         row |= {"seconds": round(time.monotonic() - wall, 2), "cpu_seconds": round(time.process_time() - cpu, 2)}
         return {k: v for k, v in (row | self.about).items() if v is not None or k not in cell.key}
 

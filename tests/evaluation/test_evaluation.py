@@ -22,7 +22,16 @@ import torch
 from helpers import crossed
 from interrupts import at_pass
 from matplotlib.figure import Figure
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaModel, MistralConfig
+from tokenizers import normalizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaModel,
+    MistralConfig,
+)
 from typer.testing import CliRunner
 
 import hf_longattn
@@ -308,6 +317,37 @@ def test_settings_that_rotate_otherwise_do_not_share_a_prefix(folder: Path) -> N
         return {r["setting"]: r["loss"] for r in rows}
 
     assert losses(*settings) == losses(settings[0]) | losses(settings[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["needle", "passkey", "ruler", "questions", "probe", "attention"])
+def test_rows_of_another_tokenizer_are_refused_and_those_of_an_equal_one_are_not(tmp_path: Path, task: str) -> None:
+    tiny.save(tmp_path / "model", trained=2048)
+    options: dict[str, Any] = {"tasks": task, "lengths": [2048], "samples": 1, "out": tmp_path / "out", "rows": 16}
+    options |= {"distances": [1280], "passages": 1} | ({"kinds": ["niah_single_1"]} if task == "ruler" else {})
+    if task == "questions":
+        options |= {"questions": [{"context": "a b", "question": "c?", "answer": "d"}], "answer_tokens": 1}
+    drawn = tiny.text(tmp_path / "a.txt", 4000).read_text()
+
+    def measured() -> list[Any]:
+        found: list[Any] = json.loads(json.dumps(hf_longattn.evaluate(str(tmp_path / "model"), [drawn], **options).rows))
+        return found
+
+    def saved(change: Any = lambda found: None) -> None:
+        found = AutoTokenizer.from_pretrained(tmp_path / "model")
+        change(found)
+        found.save_pretrained(tmp_path / "model")
+
+    rows = measured()
+    saved(lambda found: found.add_tokens(["<unused>"]))
+    assert measured() == rows
+    saved(lambda found: setattr(found.backend_tokenizer, "normalizer", normalizers.Replace("a", "b")))
+    with pytest.raises(ValueError, match="of other tokens: the tokenizer has changed since"):
+        measured()
+    for row in rows:  # of an earlier version
+        row.pop("ids")
+    (tmp_path / "out" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert measured() == rows
 
 
 @pytest.mark.slow

@@ -33,6 +33,8 @@ class Answers(Task):
         super().__init__(corpus, name)
         options = corpus.options
         self.texts = make_task(name, corpus.tokenizer, corpus.haystack, options.depths, options.seed, options.bos)
+        text = corpus.haystack if name in HAYSTACK_TASKS else None
+        self.made_of = self.ids_of_texts([] if text is None else text.tolist())
         for length in corpus.options.lengths:
             try:
                 self.texts.check(length)
@@ -44,7 +46,7 @@ class Answers(Task):
         depends = [places, _haystack(self.options.texts) if self.name in HAYSTACK_TASKS else ""]
         for length in self.options.lengths:
             for index in range(self.options.samples * max(places, 1)):
-                yield self.cell(setting, length, str(index), partial(self.measure, length, index), depends)
+                yield self.cell(setting, length, str(index), partial(self.measure, length, index), depends, ids=self.made_of)
 
     def measure(self, length: int, index: int, model: Any) -> Row:
         sample = self.texts.sample(index, length)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..corpus import Corpus
-from ..experiment import Cell, sha256_of
+from ..experiment import Cell, digest, sha256_of
 from ..measures.capture import capture
 from ..measures.diagnostics import Diagnostics
 from ..readings import Readings
@@ -68,7 +68,8 @@ class Attention(Task):
     def cells(self, setting: Setting) -> Iterator[Cell]:
         how = [self.options.layers, *self.how.values()]
         for text, content in self.options.texts.items():
-            yield self.cell(setting, self.length, text, partial(self.measure, text), [sha256_of(content), *how])
+            depends, read = [sha256_of(content), *how], digest(self.corpus.whole(text)[:, : self.length].tolist())
+            yield self.cell(setting, self.length, text, partial(self.measure, text), depends, ids=read)
 
     def measure(self, text: str, model: Any) -> Row:
         read = self.corpus.whole(text)[:, : self.length].to(model.device)

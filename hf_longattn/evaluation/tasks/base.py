@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 from ...slots.registry import did_you_mean
 from ..corpus import Corpus
-from ..experiment import Cell
+from ..encoder import Encoder
+from ..experiment import Cell, digest
 from ..readings import Readings
 from ..report import Section, Table
 from ..rows import Row
@@ -28,6 +29,8 @@ _HOME = {
     "probe": "probe:ProbeTask",
     "attention": "attention:Attention",
 }
+#: What texts are made of beside a user's; its tokens tell tokenizers apart.
+WORDS = f"What is the special magic number for bafedigo? The pass key is {' '.join(str(n**5) for n in range(30))}.\n"
 COLUMNS = ("setting", "task", "length", "which")
 
 
@@ -68,6 +71,10 @@ class Task:
         """One cell, whose row is found by setting, task, length and `which` document or sample."""
         key = {"setting": setting.name, "task": self.name, "length": length, "which": which}
         return Cell(setting, key, measure, depends, work=length, **more)
+
+    def ids_of_texts(self, text: Sequence[int]) -> str:
+        """A digest, for `Cell.ids`, of what a task's texts are made of: the tokens of a text, and of words of its own."""
+        return digest([self.corpus.start, Encoder(self.corpus.tokenizer, self.options.bos)(WORDS), text])
 
     @classmethod
     def counted(cls, rows: Sequence[Row]) -> Sequence[Row]:

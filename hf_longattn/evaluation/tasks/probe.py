@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..corpus import Corpus
-from ..experiment import Cell, sha256_of
+from ..experiment import Cell, digest, sha256_of
 from ..measures import probe as probing
 from ..measures.copies import PASSAGE, SKIP
 from ..readings import Readings
@@ -55,8 +55,8 @@ class ProbeTask(Task):
 
     def cells(self, setting: Setting) -> list[Cell]:
         depends = [sha256_of(text) for text in self.options.texts.values()]
-        which = f"{len(self.ids)} passages"
-        return [self.cell(setting, d, which, partial(probed, self.ids, d), depends) for d in self.distances]
+        which, read = f"{len(self.ids)} passages", digest(self.ids.tolist())
+        return [self.cell(setting, d, which, partial(probed, self.ids, d), depends, ids=read) for d in self.distances]
 
     @classmethod
     def counted(cls, rows: Sequence[Row]) -> list[Row]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...files import read_text
 from ...user_warnings import warn
 from ..corpus import Corpus
-from ..experiment import Cell, sha256_of
+from ..experiment import Cell, digest, sha256_of
 from ..measures.answers import answer_scores
 from ..measures.losses import Prefix, crops, prefix_of
 from ..readings import Readings
@@ -174,9 +174,10 @@ class Questions(WrittenAnswers):
         return {"answer_tokens": self.options.answer_tokens}
 
     def cells(self, setting: Setting) -> Iterator[Cell]:
-        for number, (entry, _, length) in self.asked.items():
+        for number, (entry, ids, length) in self.asked.items():
             depends = [self.template, sha256_of(entry.plain), list(entry.answers)]
-            yield self.cell(setting, length, str(number), partial(self.measure, number, setting.name), depends)
+            measure, read = partial(self.measure, number, setting.name), digest(ids)
+            yield self.cell(setting, length, str(number), measure, depends, ids=read)
 
     def measure(self, number: int, setting: str, model: Any) -> Row:
         entry, ids, _ = self.asked[number]

@@ -37,6 +37,7 @@ class Ruler(WrittenAnswers):
             if kind not in KINDS:
                 raise ValueError(f"unknown kind {kind!r}; {did_you_mean(kind, KINDS)}known kinds: {', '.join(KINDS)}")
         self.source = self.material(self.options.ruler_data if name == "ruler" else None)
+        self.made_of = self.ids_of_texts(self.encode(self.source.identity))
         for kind in self.kinds:
             for length in {self.options.lengths[0], self.options.lengths[-1]}:
                 try:
@@ -58,7 +59,7 @@ class Ruler(WrittenAnswers):
             for index in range(self.options.samples):
                 for kind in self.kinds:
                     measure = partial(self.measure, kind, length, index)
-                    yield self.cell(setting, length, f"{kind} {index}", measure, depends)
+                    yield self.cell(setting, length, f"{kind} {index}", measure, depends, ids=self.made_of)
 
     def question(self, kind: str, length: int, index: int) -> tuple[Question, list[int]]:
         """A question and its tokens: as many as leave room for the answer in `length`; the same for every setting.
