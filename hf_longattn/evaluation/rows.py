@@ -1,4 +1,4 @@
-"""Finished rows in a file, so that an interrupted run keeps what it has and goes on; files written whole or not at all."""
+"""Finished rows in a file, so that an interrupted run keeps what it has and goes on; writing all or nothing."""
 
 from __future__ import annotations
 
@@ -29,6 +29,18 @@ def write_whole(path: Path, text: str | bytes) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(text.encode() if isinstance(text, str) else text)
     os.replace(partial, path)
+
+
+def append_whole(path: Path, text: str) -> None:
+    """Write at a file's end, all or nothing but for a kill, which leaves a last line that is cut off."""
+    size, data = path.stat().st_size, text.encode()
+    with path.open("ab", buffering=0) as file:
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except BaseException:
+            file.truncate(size)
+            raise
 
 
 @contextlib.contextmanager
@@ -71,6 +83,8 @@ class RowFile:
     def __init__(self, path: Path | None, **head: Any) -> None:
         self.path, self.head = path, head
         self.all: list[Row] = []
+        #: What the file of `all` looks like if it is JSON lines, the last of them whole; else None.
+        self._known: tuple[int, ...] | None = None
         self.all = self._read()
 
     def __iter__(self) -> Iterator[Row]:
@@ -82,18 +96,32 @@ class RowFile:
 
     def put(self, *rows: Row, instead_of: Mapping[str, Any] | None = None) -> None:
         """Add rows, in place of those with the values `instead_of`; what others have added to the file meanwhile stays."""
+        if self.path is not None and not instead_of and self._known is not None and self._known == _looks(self.path):
+            self._put_protocol()
+            append_whole(self.path, "".join(map(self._line, rows)))  # the whole file for each row would be quadratic
+            self.all += rows
+            self._known = _looks(self.path)
+            return
         self.all = [row for row in self._read() if not (instead_of and _has(row, instead_of))] + list(rows)
         if self.path is None:
             return
         if self.path.suffix == ".jsonl":
-            text = "".join(self._line(row) for row in self.all)
-            if "protocol" in self.head and self._protocol() != self.head["protocol"]:
-                write_whole(self.path.with_name(PROTOCOL), json.dumps(self.head["protocol"], indent=1) + "\n")
+            text = "".join(map(self._line, self.all))
+            self._put_protocol()
         else:
             lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in self.all)
             text = "".join(f"{json.dumps(k)}: {json.dumps(v)},\n" for k, v in self.head.items()) + f'"rows": [\n{lines}\n]'
             text = f"{{{text}}}\n"
         write_whole(self.path, text)
+        self._known = _looks(self.path) if self.path.suffix == ".jsonl" else None
+
+    def _put_protocol(self) -> None:
+        """Write the protocol beside JSON lines, if it says more than is there."""
+        assert self.path is not None
+        if "protocol" in self.head:
+            self._agree(there := self._protocol())
+            if there != self.head["protocol"]:
+                write_whole(self.path.with_name(PROTOCOL), json.dumps(self.head["protocol"], indent=1) + "\n")
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -127,6 +155,7 @@ class RowFile:
         self.head["protocol"] = {**there, **now}
 
     def _read(self) -> list[Row]:
+        self._known = None
         if self.path is None or not self.path.exists():
             return self.all if self.path is None else []
         if self.path.suffix != ".jsonl":
@@ -137,7 +166,7 @@ class RowFile:
             self.head = {k: v for k, v in data.items() if k not in ("rows", "protocol")} | self.head
             return list(data["rows"])
         self._agree(self._protocol())
-        lines, rows = self.path.read_bytes().split(b"\n"), []
+        looks, lines, rows = _looks(self.path), self.path.read_bytes().split(b"\n"), []
         for number, line in enumerate(lines, 1):
             try:
                 rows += [_row(line)] if line else []
@@ -145,7 +174,17 @@ class RowFile:
                 if number < len(lines):
                     way = "remove the line, which is measured again, or choose another folder"
                     raise ValueError(f"{self.path}, line {number}, is not a row ({error}): {way}") from None
+        self._known = None if lines[-1] else looks
         return rows
+
+
+def _looks(path: Path) -> tuple[int, ...] | None:
+    """What changes with a file, whoever writes to it; None: there is none."""
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _row(line: bytes) -> Row:

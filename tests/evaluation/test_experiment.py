@@ -106,6 +106,58 @@ def test_what_another_process_measured_meanwhile_is_not_measured_again(tmp_path:
     assert len(calls) == len(first) == len((tmp_path / "rows.jsonl").read_text().splitlines())
 
 
+def rows_there(file: Path) -> list[Any]:
+    return [row["n"] for row in RowFile(file, protocol={"m": 1})]
+
+
+def test_a_row_is_added_without_those_before_being_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows, other = (RowFile(file, protocol={"m": 1}) for _ in range(2))
+    rows.put({"n": 0})
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"{path} is read whole"))
+        rows.put({"n": 1})
+        rows.put({"n": 2}, {"n": 3})
+    assert rows_there(file) == [row["n"] for row in rows] == [0, 1, 2, 3]
+    other.put({"n": 4})  # it has not seen these
+    rows.put({"n": 5})
+    rows.put({"n": 6}, instead_of={"n": 0})
+    other.put({"n": 7})
+    assert rows_there(file) == [row["n"] for row in other] == [1, 2, 3, 4, 5, 6, 7]
+    (tmp_path / "protocol.json").write_text('{"m": 2}')
+    with pytest.raises(ValueError, match="m: 2 there, 1 now"):
+        other.put({"n": 8})
+
+
+@pytest.mark.parametrize("cut", [1, 5])
+def test_a_row_goes_behind_whole_rows(tmp_path: Path, cut: int) -> None:
+    """A kill may leave a part of a line, or a line without its end."""
+    file = tmp_path / "rows.jsonl"
+    RowFile(file, protocol={"m": 1}).put({"n": 0}, {"n": 1})
+    file.write_bytes(file.read_bytes()[:-cut])
+    rows = RowFile(file, protocol={"m": 1})
+    for n in (2, 3):
+        rows.put({"n": n})
+    assert rows_there(file) == [0, *([1] if cut == 1 else []), 2, 3]
+
+
+def test_a_row_that_has_no_room_leaves_none_of_it(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    file = tmp_path / "rows.jsonl"
+    rows = RowFile(file, protocol={"m": 1})
+    rows.put({"n": 0})
+    before, limits = file.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 9, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            rows.put({"n": 1})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert file.read_bytes() == before
+    rows.put({"n": 2})
+    assert rows_there(file) == [0, 2]
+
+
 def test_another_setting_another_text_and_another_protocol_are_refused_and_rows_of_no_digest_are_not(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     first, _ = experiment(file, partial(lengths, calls=[], depends=["text"]), SETTINGS[1:])
