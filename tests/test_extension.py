@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import transformers
 from cases import FAMILIES, model_config
 from helpers import close, multimodal, stock, tokens
 from interrupts import at_pass
+from tokenizers import normalizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -419,7 +421,7 @@ def test_the_command_saves_what_it_measured_of_a_checkpoint_with_a_method(
 def test_an_interrupted_command_goes_on_to_the_same_result(saved: tuple[Path, Path], tmp_path: Path) -> None:
     model, text = saved
 
-    def run(out: Path, *more: str) -> Any:
+    def run(out: Path, *more: str, model: Path = model) -> Any:
         line = ["extend", str(model), "--to", "4k", "--text", str(text), "--tolerance", "10", "--out", str(out), *more]
         return CliRunner().invoke(app, line)
 
@@ -439,6 +441,12 @@ def test_an_interrupted_command_goes_on_to_the_same_result(saved: tuple[Path, Pa
         refused = run(tmp_path / "out", *more)
         assert refused.exit_code == 2
         assert f"rows of another protocol ({message}" in " ".join(refused.output.replace("│", " ").split())
+    moved = shutil.copytree(model, tmp_path / "moved" / model.name)
+    tokenizer = AutoTokenizer.from_pretrained(moved)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("a", "b")
+    tokenizer.save_pretrained(moved)
+    refused = run(tmp_path / "out", model=moved)
+    assert "rows of another protocol (tokens: " in " ".join(refused.output.replace("│", " ").split())
     assert (tmp_path / "out" / "extend.json").read_text() == before
     assert run(tmp_path / "out").exit_code == 0
     assert kept()[:22] == json.loads(before)["rows"]  # with the seconds that they took

@@ -104,7 +104,7 @@ def extend(
     with refusing("--text"):
         ids = plan.encode(content, str(text))
     with refusing("--out"):
-        rows = plan.rows(text.name, content, chosen, out)
+        rows = plan.rows(text.name, content, ids, chosen, out)
     search = plan.search(ids, rows, OneModel(plan.checkpoint, chosen, device), tolerance, command_line(context))
     for line in plan.leave_out(search):
         say(line)

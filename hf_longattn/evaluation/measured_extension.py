@@ -19,7 +19,7 @@ from ..integration.layers import View
 from ..integration.max_length import announce
 from ..integration.model import running
 from .checkpoints import Checkpoint, carry, load_tokenizer
-from .experiment import fingerprint, sha256_of
+from .experiment import digest, fingerprint, sha256_of
 from .loading import check_setting, load_setting
 from .report import figures
 from .report.page import Table
@@ -96,10 +96,11 @@ class MeasuredExtension:
             raise ValueError(f"{name} has {ids.shape[1]} tokens, {self.to} are needed")
         return ids[:, : self.to]
 
-    def rows(self, name: str, text: str, dtype: str, out: Path | None) -> RowFile:
-        """The rows of a folder (None: of no folder); ValueError: they are of another model, text, length or precision."""
+    def rows(self, name: str, text: str, ids: Tensor, dtype: str, out: Path | None) -> RowFile:
+        """The rows of a folder (None: of no folder); ValueError: they are of another model, text (or its ids: of another
+        tokenizer), length or precision."""
         protocol = {"model": fingerprint(self.checkpoint.model), "to": self.to, "trained": self.trained, "dtype": dtype}
-        protocol |= {"text": {name: sha256_of(text)}, "seed": SEED}
+        protocol |= {"text": {name: sha256_of(text)}, "tokens": digest(ids.tolist()), "seed": SEED}
         return RowFile(None if out is None else out / SEARCHED, protocol=protocol)
 
     def search(
