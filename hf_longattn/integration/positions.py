@@ -198,7 +198,7 @@ def _with_positions(parsed: ParsedMask, layer_call: LayerCall, own_mask: bool = 
     remapped = layer_call.method.state.remapped and (forward_pass is None or forward_pass.probed is None)
     position_ids = one_axis(parsed, position_ids, kv_len, remapped)
     if not readable(parsed.rows.index):
-        return _traced(parsed, position_ids, kv_len)
+        return _traced(parsed, position_ids, kv_len, own_mask)
     rows, numbering = _resolve(parsed, position_ids, kv_len, forward_pass)
     if own_mask and not any(numbering.tokens):
         numbering = numbering._replace(tokens=numbering.first)
@@ -299,8 +299,7 @@ def _resolve(
     if one and (numbering := _decoding(parsed, own_positions(parsed, position_ids), forward_pass)) is not None:
         return rows, numbering
     call = Numbered(parsed, _from_zero(parsed, position_ids, forward_pass), kv_len)
-    is_next = call.is_next
-    new_document = (call.position.diff() > 1) & is_next & ~call.is_same_text if rows.allowed is None else is_next[:, :0]
+    new_document = _new_document(call) if rows.allowed is None else call.is_next[:, :0]
     unsplit = call.sees_cache | call.by_index | call.by_start | call.by_count | call.all_padding | (not _several_processes())
     usual = call.regular.all() & unsplit.all() & ~new_document.any()
     facts = torch.stack([usual, call.sees_cache.any(), *call.numbering_of_first, *call.numbering])
@@ -317,6 +316,11 @@ def _resolve(
             raise ValueError(_RESET)
     first, tokens = (cast("Numbering", tuple(three)) for three in (found[:3], found[3:]))
     return rows, CallNumbering(first, tokens, sees_cache)
+
+
+def _new_document(call: Numbered) -> Tensor:
+    """Mark tokens that start a document where positions jump forward, (batch, q_len - 1)."""
+    return (call.position.diff() > 1) & call.is_next & ~call.is_same_text
 
 
 def _decoding(parsed: ParsedMask, p: Tensor, forward_pass: ForwardContext | None) -> CallNumbering | None:
@@ -363,11 +367,15 @@ def _goes_back(call: Numbered, out: AttentionLayout, kv_len: int) -> Tensor:
     return earlier & (out.key_ids[:, None] >= out.query_ids[..., None])
 
 
-def _traced(parsed: ParsedMask, position_ids: Tensor, kv_len: int) -> AttentionLayout:
+def _traced(parsed: ParsedMask, position_ids: Tensor, kv_len: int, own_mask: bool) -> AttentionLayout:
     """Place rows where no tensor may be read: explicit positions where the mask has holes, and a check while it runs."""
     rows, call = parsed.rows, Numbered(parsed, position_ids, kv_len)
-    fits = call.regular if rows.allowed is None else call.known
-    assert_later(fits.all() & ~call.falls.any() if rows.hides_tokens else fits.all(), _TRACED)
+    fits = (call.regular if rows.allowed is None else call.known).all()
+    if rows.hides_tokens:
+        fits = fits & ~call.falls.any()
+    elif not own_mask:
+        fits = fits & ~_new_document(call).any()
+    assert_later(fits, _TRACED)
     return rows if rows.allowed is None else call.explicit()
 
 

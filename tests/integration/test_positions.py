@@ -147,6 +147,19 @@ def test_a_jump_without_a_mask_is_refused(case: str) -> None:
 PACKED = torch.cat([torch.arange(9), torch.arange(LENGTH - 9)])[None]
 
 
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_graph_refuses_a_jump_without_a_mask_too() -> None:
+    m, ids = hf_longattn.apply(stock("llama", num_hidden_layers=1), CASES["sinks"]), tokens(1, LENGTH)
+    positions = torch.arange(LENGTH)[None] + 7 * (torch.arange(LENGTH) >= 10)
+    torch.compiler.reset()
+    compiled = torch.compile(m, backend="eager")
+    with pytest.raises(RuntimeError, match="position_ids jump, go back"):
+        compiled(ids, position_ids=positions, use_cache=False)
+    masked = {"position_ids": positions, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    close(compiled(ids, **masked).logits, m(ids, **masked).logits)
+
+
 @pytest.mark.parametrize("case", ["scale_invariant", "infoscale", "adaptive_temperature"])
 @pytest.mark.parametrize("extra", [{}, {"attention_mask": torch.ones(1, LENGTH), "use_cache": False}], ids=["cache", "mask"])
 def test_packed_documents_that_would_see_each_other_are_refused(case: str, extra: dict[str, Any]) -> None:
