@@ -23,7 +23,7 @@ from .rotated_key_cache import drop_other_keys
 from .shared import model_of, refuse_stray_layer
 from .state import AttentionState, LayerMethod, method_of
 from .token_axes import COMPILED, check_token_axes, find_token_axes
-from .verify import check_reached, verify_at_first_call
+from .verify import check_by_few_tokens, check_reached, verify_at_first_call
 
 #: Gives a model's layers their methods anew.
 Renew: TypeAlias = Callable[[AttentionState, Any], None]
@@ -128,6 +128,8 @@ def _begin(state: AttentionState, renew: Renew, place: int, model: Any, args: tu
     if torch.compiler.is_compiling():
         if state.unverified:
             verify_at_first_call(state, model)
+        if state.arrangement is not None and state.arrangement.runs_other_forwards and state.disabled is None:
+            check_by_few_tokens(state, model)
         if state.remapped and state.disabled is None and positions is not None and positions.ndim > 2:
             assert_later((positions == positions[:1]).all(), COMPILED)
         state.traced = ForwardContext(None, None, positions, weights)

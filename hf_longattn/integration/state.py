@@ -177,6 +177,7 @@ class Arrangement(NamedTuple):
         held: what these tables held.
         attention: the `vars` of each attention module, which change with it.
         numbers: the `layer_idx` that each had.
+        forwards: each attention module, and the forward function of its class.
     """
 
     described: list[tuple[Any, Any]]
@@ -184,6 +185,7 @@ class Arrangement(NamedTuple):
     held: list[tuple[Any, ...]] | None = None
     attention: Sequence[dict[str, Any]] = ()
     numbers: Sequence[int | None] = ()
+    forwards: Sequence[tuple[nn.Module, Callable[..., Any]]] = ()
 
     @property
     def is_described(self) -> bool:
@@ -199,6 +201,11 @@ class Arrangement(NamedTuple):
         if self.children is None or [x.get("layer_idx") for x in self.attention] != self.numbers:
             return False
         return [tuple(x.values()) for x in self.children] == self.held
+
+    @property
+    def runs_other_forwards(self) -> bool:
+        """True: an attention module, or its class, has got another forward function since."""
+        return any(type(x).forward is not forward or "forward" in x.__dict__ for x, forward in self.forwards)
 
 
 def method_of(module: nn.Module) -> LayerMethod | None:
@@ -261,4 +268,5 @@ def _arrangement(view: View, described: list[tuple[Any, Any]]) -> Arrangement:
         held=[tuple(x.values()) for x in children],
         attention=own,
         numbers=[x.get("layer_idx") for x in own],
+        forwards=[(x, type(x).forward) for x in attention],
     )

@@ -151,12 +151,17 @@ def check_reached(state: AttentionState, inner: Any, reached: Collection[nn.Modu
         return
     expected = [x for x in attention if (method := x.get("_longattn")) is not None and method.config is not None]
     if not reached or len(reached) < len(expected):
-        _check_by_few_tokens(state, inner)
+        check_by_few_tokens(state, inner)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.no_grad()
-def _check_by_few_tokens(state: AttentionState, inner: Any) -> None:
+def check_by_few_tokens(state: AttentionState, inner: Any) -> None:
+    """Refuse layers that are called and attend by themselves: a pass over a few tokens tells, once for the same functions.
+
+    Raises:
+        ValueError: a layer computes its attention without its method.
+    """
     if state.checked is not None and [x.forward for x in state.checked[0]] == state.checked[1]:
         return
     methods = {name: (x, m) for name, x in inner.named_modules() if (m := method_of(x)) is not None and m.config is not None}

@@ -58,6 +58,25 @@ def test_a_class_that_is_patched_later_is_refused(monkeypatch: pytest.MonkeyPatc
             ours(IDS)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["class", "layer"])
+def test_a_patch_is_refused_in_a_compiled_model_too(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """A model that is called compiled alone, before the patch as well, and one patch that calls what it replaced."""
+    ours = hf_longattn.apply(model("sdpa"), "infoscale:clamp=false")
+    torch.compiler.reset()
+    compiled, want = torch.compile(ours, backend="eager"), ours(IDS).logits
+    torch.testing.assert_close(compiled(IDS).logits, want)
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_llama.LlamaAttention, "forward", around)
+        torch.testing.assert_close(compiled(IDS).logits, want)
+    if where == "class":
+        monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", by_itself)
+    else:
+        replace_in_layers(ours, by_itself, 1)
+    with pytest.raises(ValueError, match=NAMED):
+        compiled(IDS)
+
+
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("method", ["infoscale:clamp=false", "rerope"])
 def test_patched_layers_are_refused(method: str, layers: int) -> None:
