@@ -59,6 +59,11 @@ def record_of(cache: Cache) -> CacheRecord:
     return record
 
 
+def known_of(cache: Cache | None) -> CacheRecord:
+    """Return the record of a cache to read it, as a graph may; empty where there is none."""
+    return {} if cache is None else cache.__dict__.get("_longattn", {})
+
+
 def is_paged(arguments: Mapping[str, Any]) -> bool:
     """Tell whether arguments are those of a call under continuous batching."""
     return PAGES and arguments.get("write_index") is not None

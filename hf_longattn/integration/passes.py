@@ -10,9 +10,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from transformers import Cache
 
 from ..core.tracing import assert_later
-from .caches import CacheRecord, cache_in, record_of, values_of
+from .caches import cache_in, known_of, record_of, values_of
 from .config_records import raw_section
 from .forward_context import PASS, ForwardContext, current_pass
 from .gate import gate_of
@@ -124,7 +125,9 @@ def hook_passes(view: View, state: AttentionState, renew: Renew) -> None:
 
 def _begin(state: AttentionState, renew: Renew, place: int, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     positions = kwargs.get("position_ids", args[place] if len(args) > place else None)
-    weights = bool(kwargs.get("output_attentions"))
+    weights, cache = bool(kwargs.get("output_attentions")), cache_in((*args, *kwargs.values()))
+    if known_of(cache).get("uneven"):
+        _refuse_broken_off(cache)
     if torch.compiler.is_compiling():
         if state.unverified:
             verify_at_first_call(state, model)
@@ -132,10 +135,9 @@ def _begin(state: AttentionState, renew: Renew, place: int, model: Any, args: tu
             check_by_few_tokens(state, model)
         if state.remapped and state.disabled is None and positions is not None and positions.ndim > 2:
             assert_later((positions == positions[:1]).all(), COMPILED)
-        state.traced = ForwardContext(None, None, positions, weights)
+        state.traced = ForwardContext(None, None, positions, weights, cache)
         return
     outer = current_pass()
-    cache = cache_in((*args, *kwargs.values()))
     held = 0 if cache is None else cache.get_seq_length() + 0  # a new tensor where it is one, which counts on
     forward_pass = ForwardContext(outer, state, positions, weights, cache, held, frame_above(2))
     if outer is not None and outer.state is state:  # a pass inside another
@@ -158,18 +160,21 @@ def _begin(state: AttentionState, renew: Renew, place: int, model: Any, args: tu
                 break
     forward_pass.whole_config = state.whole_config
     state.claims.check()
-    record: CacheRecord = {} if cache is None else record_of(cache)
-    if record.get("uneven"):
-        if held:
-            raise ValueError(_BROKEN_OFF)
-        record["uneven"] = False
-    if "axes" in record or (positions is not None and positions.ndim > 2):
+    if "axes" in known_of(cache) or (positions is not None and positions.ndim > 2):
         find_token_axes(forward_pass, state.remapped and state.disabled is None)
         if forward_pass.axes is not None:
             check_token_axes(forward_pass, state, model)
     if cache is not None and (kept := state.rotated_keys.get(cache)) is not None:
         drop_other_keys(kept, cache)
     PASS.set(forward_pass)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _refuse_broken_off(cache: Cache) -> None:
+    """Raise ValueError for a cache of which some layers hold more tokens than others, unless it was emptied."""
+    if cache.get_seq_length():
+        raise ValueError(_BROKEN_OFF)
+    record_of(cache)["uneven"] = False
 
 
 def _prepare(state: AttentionState, renew: Renew, model: Any) -> None:

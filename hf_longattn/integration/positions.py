@@ -23,7 +23,7 @@ from ..config import LongAttnConfig
 from ..core.geometry import FAR, AttentionLayout, RowBounds
 from ..core.kernels.kernel import FEW_QUERIES
 from ..core.tracing import assert_later, readable, sent
-from .caches import CallNumbering, Numbering, record_of
+from .caches import CallNumbering, Numbering, known_of, record_of
 from .forward_context import ForwardContext, LayerCall
 from .masks import (
     BOTH_WAYS,
@@ -198,7 +198,7 @@ def _with_positions(parsed: ParsedMask, layer_call: LayerCall, own_mask: bool = 
     remapped = layer_call.method.state.remapped and (forward_pass is None or forward_pass.probed is None)
     position_ids = one_axis(parsed, position_ids, kv_len, remapped)
     if not readable(parsed.rows.index):
-        return _traced(parsed, position_ids, kv_len, own_mask)
+        return _traced(parsed, position_ids, kv_len, forward_pass, own_mask)
     rows, numbering = _resolve(parsed, position_ids, kv_len, forward_pass)
     if own_mask and not any(numbering.tokens):
         numbering = numbering._replace(tokens=numbering.first)
@@ -367,7 +367,9 @@ def _goes_back(call: Numbered, out: AttentionLayout, kv_len: int) -> Tensor:
     return earlier & (out.key_ids[:, None] >= out.query_ids[..., None])
 
 
-def _traced(parsed: ParsedMask, position_ids: Tensor, kv_len: int, own_mask: bool) -> AttentionLayout:
+def _traced(
+    parsed: ParsedMask, position_ids: Tensor, kv_len: int, forward_pass: ForwardContext | None, own_mask: bool
+) -> AttentionLayout:
     """Place rows where no tensor may be read: explicit positions where the mask has holes, and a check while it runs."""
     rows, call = parsed.rows, Numbered(parsed, position_ids, kv_len)
     fits = (call.regular if rows.allowed is None else call.known).all()
@@ -375,6 +377,9 @@ def _traced(parsed: ParsedMask, position_ids: Tensor, kv_len: int, own_mask: boo
         fits = fits & ~call.falls.any()
     elif not own_mask:
         fits = fits & ~_new_document(call).any()
+    if forward_pass is not None and not all(numbering := known_of(forward_pass.cache).get("numbering", (True,))):
+        ways = [fit for fit, known in zip(call.numbering_of_first, numbering, strict=True) if known]
+        fits = fits & torch.stack([*ways, ~call.sees_cache.any()]).any()
     assert_later(fits, _TRACED)
     return rows if rows.allowed is None else call.explicit()
 

@@ -330,6 +330,22 @@ def test_a_part_of_a_sequence_is_refused_where_several_processes_run(monkeypatch
 # the function --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_graph_refuses_to_count_otherwise_on_a_cache() -> None:
+    m = hf_longattn.apply(stock("llama", num_hidden_layers=1), CASES["rerope"])
+    given = padded_calls(m)
+    ids, mask = given["input_ids"], given["attention_mask"]
+    step = {"input_ids": ids[:, -1:], "attention_mask": mask, "position_ids": given["position_ids"][:, -1:]}
+    torch.compiler.reset()
+    compiled = torch.compile(m, backend="eager")
+    cache = m(ids[:, :-1], attention_mask=mask[:, :-1])[CACHE]  # counts the padding
+    with pytest.raises(RuntimeError, match="do not continue the KV cache"):
+        compiled(**step, **{CACHE: cache})
+    caches = [m(**{name: x[:, :-1] for name, x in given.items()})[CACHE] for _ in range(2)]
+    close(compiled(**step, **{CACHE: caches[0]}).logits, m(**step, **{CACHE: caches[1]}).logits)
+
+
 @pytest.mark.parametrize("function", [attention, reference_attention])
 @pytest.mark.parametrize("case", ["scale_invariant", "rerope", "windowed"])
 def test_the_function_takes_positions(function: Any, case: str) -> None:
@@ -610,6 +626,8 @@ def test_a_cache_that_a_refused_call_has_written_to_is_not_continued(kind: str) 
         for _ in range(2):
             with pytest.raises(ValueError, match="refused, or broke off"):
                 m(ids[:, 17:], **{CACHE: held})
+            with pytest.raises(ValueError, match="refused, or broke off"):
+                torch.compile(m, backend="eager")(ids[:, 17:], **{CACHE: held})
             if kind == "dynamic":
                 held.crop(-1)
     cache.reset()
