@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..core.tracing import assert_later, readable
-from .caches import cache_in, is_paged, record_of, values_of
+from .caches import cache_in, is_paged, known_of, record_of, values_of
 from .internals import input_embeddings
 from .layers import View
 from .state import AttentionState, method_of
@@ -100,18 +100,23 @@ def _check_frequencies(
 
     Verification saw a short call alone, and PhiMoE turns long ones by other frequencies.
     """
-    if torch.compiler.is_compiling() or state.disabled is not None or not readable(output[0]):
+    compiling = torch.compiler.is_compiling()
+    if state.disabled is not None or not (compiling or readable(output[0])):
         return
     position: Tensor = (kwargs["position_ids"] if "position_ids" in kwargs else args[1])[..., :1, -1:].float()
     cos, sin = (x[0, -1].float() for x in output)
     cos = (cos / (cos.square() + sin.square()).sqrt()).sort().values
     want = (position.flatten()[0] * getattr(rotary, buffer).float()).cos()
     want = want.repeat_interleave(len(cos) // len(want)).sort().values  # in whichever order a model has its pairs
-    if (cos - want).abs().max() > (1e-3 if output[0].dtype in (torch.float32, torch.float64) else 0.05):
-        raise ValueError(
-            f"{type(rotary).__name__} does not turn a call of this length by the frequencies that it shows ({buffer}), so a "
-            "remap of rotary distances cannot undo them: stay below longrope's original length, or take another method"
-        )
+    off = (cos - want).abs().max() > (1e-3 if output[0].dtype in (torch.float32, torch.float64) else 0.05)
+    message = (
+        f"{type(rotary).__name__} does not turn a call of this length by the frequencies that it shows ({buffer}), so a "
+        "remap of rotary distances cannot undo them: stay below longrope's original length, or take another method"
+    )
+    if compiling:
+        assert_later(~off, message)
+    elif off:
+        raise ValueError(message)
 
 
 def _before_and_after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -139,10 +144,11 @@ def _refuse_mixed(
     cache, before, after = _before_and_after(module, args, kwargs)
     if cache is None:
         return
-    mixed = (before > 0) & ((before > border) != (after > border))
-    if torch.compiler.is_compiling():
-        assert_later(~torch.as_tensor(mixed), _MIXED.format(border=border))
-    elif mixed or (before > 0 and record_of(cache).get("long", after > border) != (after > border)):
+    long = known_of(cache).get("long", before > border)  # a cache that was cropped since says another length
+    mixed = (before > 0) & (((before > border) != (after > border)) | (long != (after > border)))
+    if torch.compiler.is_compiling() and isinstance(mixed, Tensor):
+        assert_later(~mixed, _MIXED.format(border=border))
+    elif mixed:
         raise ValueError(_MIXED.format(border=border))
 
 

@@ -326,6 +326,8 @@ def test_longrope_beyond_its_border() -> None:
     cut.crop(-14)
     with pytest.raises(ValueError, match="different sides of 16 tokens"):
         m(ids[:, 10:13], **{CACHE: cut})
+    with pytest.raises(ValueError, match="different sides of 16 tokens"):
+        torch.compile(m, backend="eager")(ids[:, 10:13], **{CACHE: cut})
     if PAGES:
         with pytest.raises(ValueError, match="continuous batching"):
             m.model(ids, write_index=[])
@@ -346,6 +348,10 @@ def test_a_model_that_turns_long_calls_by_other_frequencies_than_it_shows_is_ref
     close(m(ids[:, :15], use_cache=False).logits, want)
     with pytest.raises(ValueError, match="does not turn a call of this length by the frequencies that it shows"):
         m(ids, use_cache=False)
+    compiled = torch.compile(m, backend="eager")
+    close(compiled(ids[:, :15], use_cache=False).logits, want)
+    with pytest.raises(RuntimeError, match="does not turn a call of this length by the frequencies that it shows"):
+        compiled(ids, use_cache=False)
 
 
 @torch.no_grad()
