@@ -324,8 +324,9 @@ class ParsedMask(NamedTuple):
 
 def read_mask(mask: Tensor, kv_len: int) -> ParsedMask:
     """Read a mask that `layout_mask` made; every layer that gets the mask gets the same object."""
-    if mask.shape[-1] not in (INDEX_WIDTH, INDEX_WIDTH + kv_len) and not _padded(mask, kv_len):
-        raise ValueError(f"an integer mask of width {mask.shape[-1]} does not fit {kv_len} keys")
+    width = mask.shape[-1]  # compared by ==: in a graph of any length Dynamo finds no number `in` others
+    if not (width == INDEX_WIDTH or width == INDEX_WIDTH + kv_len or _padded(mask, kv_len)):
+        raise ValueError(f"an integer mask of width {width} does not fit {kv_len} keys")
     if torch.compiler.is_compiling():
         return _read(mask, kv_len)
     context = context_of(mask)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModelForCausalLM, CompileConfig
+from transformers import AutoModelForCausalLM, CompileConfig, StaticCache
 
 import hf_longattn
 from hf_longattn import LongAttnConfig, Rotation, attention, reference_attention
@@ -260,6 +260,25 @@ def test_one_compiled_graph_serves_every_length(case: str) -> None:
     for length in (24, 33, 61):
         close(logits(step, tokens(2, length)), logits(m, tokens(2, length)))
     assert counter.frame_count == 1
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_one_compiled_step_serves_a_cache_that_grows_and_one_with_room() -> None:
+    """Once caches have grown, Dynamo takes the number of keys for any, and padding makes a mask of as many columns."""
+    m, ids = built("llama", "infoscale", num_hidden_layers=1), tokens(2, 24)
+    mask = torch.ones_like(ids)
+    mask[:, :5] = 0
+    torch._dynamo.reset()
+    step = torch.compile(m, backend="eager", fullgraph=True)
+    for given in ({}, {"attention_mask": mask}):
+        cache = m(ids[:, :20])[CACHE] if not given else StaticCache(config=m.config, max_cache_len=40)
+        for n in range(20, 24):
+            if given and n == 20:
+                m(ids[:, :20], attention_mask=mask[:, :20], **{CACHE: cache})
+            seen = {name: x[:, : n + 1] for name, x in given.items()}
+            got = step(ids[:, n : n + 1], **seen, **{CACHE: cache}).logits
+            close(got, m(ids[:, : n + 1], **seen, use_cache=False).logits[:, -1:])
 
 
 ONE_LAYER = {"gpt2": {"n_layer": 1}, "llama": {"num_hidden_layers": 1}}
