@@ -33,7 +33,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.peft import PeftAdapterMixin
 
-from ..config import LongAttnConfig
+from ..config import PREFIX, LongAttnConfig
 from ..files import ADAPTER_FILE
 from ..integration import apply, rope, saved_method
 from ..integration.changes import disable, enable, is_disabled, transaction
@@ -73,6 +73,12 @@ def _save_config(original: Any, self: PeftConfigMixin, save_directory: str, **kw
 def _from_json_file(original: Any, cls: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     saved: dict[str, Any] = original(cls, *args, **kwargs)
     known = {key: saved.pop(key, None) for key in RECORD}
+    if not known["longattn"] and str(saved.get("peft_type")).startswith(PREFIX):
+        raise ValueError(
+            "the config of the adapter says by its peft_type that it was trained under a method, and its longattn, which says "
+            f"under which, is {known['longattn']!r}: put that back as it was saved, or write peft_type="
+            f"{saved_method.type_of(saved)!r} to load it without a method"
+        )
     if known["longattn"]:
         saved["auto_mapping"] = (saved.get("auto_mapping") or {}) | {KEY: known}
     return saved | {"peft_type": saved_method.type_of(saved)} if "peft_type" in saved else saved

@@ -769,6 +769,20 @@ def test_the_type_that_peft_refuses_is_on_disk_alone(bases: dict[str, Path], tmp
     assert peft.PeftConfig._get_peft_type(tmp_path / "a") == "LORA"
 
 
+@pytest.mark.parametrize("left", [{}, {"longattn": None}, {"longattn": {}}])
+def test_an_adapter_whose_record_was_lost_is_refused(left: dict[str, Any], bases: dict[str, Path], tmp_path: Path) -> None:
+    """Its type still says that it was trained under a method."""
+    adapted(bases["llama"]).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    saved = json.loads(file.read_text())
+    del saved["longattn"]
+    file.write_text(json.dumps(saved | left))
+    with pytest.raises(ValueError, match=r"says by its peft_type .* put that back .* peft_type='LORA'"):
+        peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bases["llama"]), tmp_path)
+    file.write_text(json.dumps(saved | {"peft_type": "LORA"}))
+    peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bases["llama"]), tmp_path)
+
+
 def test_a_config_without_a_task_names_the_class_of_its_base(bases: dict[str, Path], tmp_path: Path) -> None:
     m = adapted(bases["llama"], task_type=None)
     m.save_pretrained(tmp_path)
