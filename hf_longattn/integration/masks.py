@@ -7,7 +7,8 @@ layer as an opaque tensor. Ours is int32 (bool and float masks are the user's ow
                                              row's number, as models slice rows out (Gemma 4's layers with shared keys)
     padded   (batch, 1, q_len, 7)            without a cache, where row i and key i are one token: the same, then 0 if
                                              that token is hidden from all, else 1 + how many of its text lie before
-    dense    (batch, 1, q_len, 6 + kv_len)   the six columns, then that number for each key that the row may see
+    dense    (batch, 1, q_len, 6 + kv_len)   the six columns, then that number for each key that the row may see; 7 + kv_len
+                                             where position_ids alone tell where texts start: a column without meaning first
 
 The first two need O(q_len) memory and are chosen wherever the mask function is recognised as an interval; padded, where there
 are holes in it, or nothing can be read because a graph is traced. Dense is always right. A plain tensor survives slicing,
@@ -35,8 +36,6 @@ from .internals import MaskInterval, documents_in, interval_of
 
 #: Columns of a compact mask.
 INDEX_WIDTH = 6
-#: The start of a row's text in a dense mask where position_ids alone tell it.
-UNTOLD = -1
 
 BOTH_WAYS = "the model reads in both directions ({}), and methods are defined for causal attention only"
 
@@ -160,7 +159,7 @@ def layout_mask(
             on_host = None
         given, of_pairs = on_host or asked, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
         visible = of_pairs(**given._asdict(), **kwargs | {"config": config, "allow_is_causal_skip": False})
-        layout = _pairs(given, visible, local=local_size is not None, windowed=windowed)
+        layout = _pairs(given, visible, chunked=local_size is not None and not windowed, windowed=windowed)
     made, layout = layout, sent(layout, torch.device(device))
     if readable(layout):
         implementation, arguments = own_implementation(known), asked._asdict() | more
@@ -252,39 +251,37 @@ def _intervals(asked: MaskRequest, interval: MaskInterval | None, sliced: bool) 
             return None
     start = first.expand(-1, q_length)
     if interval.sequence_ids is not None:
-        start = sequence_starts(interval.sequence_ids.to(device)).expand(batch_size, -1)
+        start = _sequence_starts(interval.sequence_ids.to(device)).expand(batch_size, -1)
     key_start = torch.zeros_like(start) + kv_offset
     low = start if interval.window is None else torch.maximum(start, position - interval.window + 1)
     columns = [position.expand_as(start), key_start, start, low, high, row.expand_as(start)]
     return torch.stack(columns if whole else [*columns, padding * counted], dim=-1).int()[:, None]
 
 
-def _pairs(asked: MaskRequest, visible: Tensor, local: bool, windowed: bool) -> Tensor:
+def _pairs(asked: MaskRequest, visible: Tensor, chunked: bool, windowed: bool) -> Tensor:
     """Make the dense form of a mask.
 
     Args:
         visible: the pairs that it shows, bool (batch or 1, 1, q_len, kv_len).
-        local: whether they are seen through a window or in a chunk.
-        windowed: whether that is a sliding window.
+        chunked, windowed: whether they are seen in a chunk, or through a sliding window.
     """
     batch_size, q_length, kv_length, q_offset, kv_offset, _, attention_mask, device = asked
+    compiling = torch.compiler.is_compiling()  # Dynamo does not show closures
+    untold = compiling and chunked and attention_mask is None
     row = torch.arange(q_length, device=device)
     position = row + q_offset
     visible = visible.expand(batch_size, -1, -1, -1)[:, 0]
     cache_index = torch.arange(kv_length, device=device) + kv_offset
     if attention_mask is None:
         key_start = torch.zeros(batch_size, q_length, dtype=torch.int64, device=device) + kv_offset
-        compiling = torch.compiler.is_compiling()  # Dynamo does not show closures
         ids, known = (None, False) if compiling else documents_in(asked.mask_function)
         if ids is not None:
-            start = sequence_starts(ids.to(device)).expand(batch_size, -1)
-        elif known:  # chunks and blocks of pictures are no texts of their own
+            start = _sequence_starts(ids.to(device)).expand(batch_size, -1)
+        elif known or untold:  # chunks and blocks of pictures are no texts of their own
             start = torch.zeros_like(key_start)
-        elif compiling and local:
-            start = torch.full_like(key_start, UNTOLD)
         else:
             start = visible.int().argmax(-1) + key_start
-            if windowed:
+            if windowed or compiling:  # windows over pictures are not announced
                 start = _before_windows(start, q_offset)
         counted = cache_index.expand(batch_size, -1)
     else:
@@ -293,7 +290,7 @@ def _pairs(asked: MaskRequest, visible: Tensor, local: bool, windowed: bool) -> 
         key_start = torch.zeros_like(start) + kv_offset
         counted = (padding.cumsum(-1) - 1)[:, cache_index.clamp(max=padding.shape[-1] - 1)]
     columns = [position.expand_as(start), key_start, start, key_start, key_start + kv_length - 1, row.expand_as(start)]
-    index = torch.stack(columns, dim=-1)
+    index = torch.stack([*columns, start] if untold else columns, dim=-1)
     return torch.cat([index.int(), visible.int() * (1 + counted.int())[:, None]], dim=-1)[:, None]
 
 
@@ -315,17 +312,20 @@ class ParsedMask(NamedTuple):
         counted: int64 (batch, kv_len), the positions that keys have if they count visible tokens; None if that is as cache
             indices do.
         first: int64 (batch or 1, 1), the cache index of the call's first token, whose row the mask may have lost.
+        untold: whether position_ids alone tell where texts start.
     """
 
     rows: AttentionLayout
     counted: Tensor | None
     first: Tensor
+    untold: bool = False
 
 
 def read_mask(mask: Tensor, kv_len: int) -> ParsedMask:
     """Read a mask that `layout_mask` made; every layer that gets the mask gets the same object."""
     width = mask.shape[-1]  # compared by ==: in a graph of any length Dynamo finds no number `in` others
-    if not (width == INDEX_WIDTH or width == INDEX_WIDTH + kv_len or _padded(mask, kv_len)):
+    dense = width == INDEX_WIDTH + kv_len or width == INDEX_WIDTH + 1 + kv_len
+    if not (width == INDEX_WIDTH or dense or _padded(mask, kv_len)):
         raise ValueError(f"an integer mask of width {width} does not fit {kv_len} keys")
     if torch.compiler.is_compiling():
         return _read(mask, kv_len)
@@ -368,10 +368,12 @@ def _read(mask: Tensor, kv_len: int) -> ParsedMask:
     first = index[:, :1, 0] - row[:, :1]
     if mask.shape[-1] == INDEX_WIDTH:
         return ParsedMask(AttentionLayout(index), None, first)
-    counted = mask[:, 0, :, INDEX_WIDTH:]
     if _padded(mask, kv_len):
-        counted = counted.transpose(1, 2)
-    return ParsedMask(AttentionLayout(index, counted[:, None] > 0), counted.amax(1).long() - 1, first)
+        counted, untold = mask[:, 0, :, INDEX_WIDTH:].transpose(1, 2), False
+    else:
+        untold = mask.shape[-1] == INDEX_WIDTH + 1 + kv_len
+        counted = mask[:, 0, :, INDEX_WIDTH + untold :]
+    return ParsedMask(AttentionLayout(index, counted[:, None] > 0), counted.amax(1).long() - 1, first, untold)
 
 
 def read_own_mask(mask: Tensor, q_len: int, kv_len: int) -> ParsedMask:
@@ -444,12 +446,12 @@ def _before_windows(seen: Tensor, q_offset: int | Tensor) -> Tensor:
     What a row's first key sees is before it in the same text; a cached one's text starts with the cache.
     """
     row, cached = (seen - q_offset).clamp(min=0), seen < q_offset
-    for _ in range(seen.shape[1].bit_length()):
+    for _ in range(31 if torch.compiler.is_compiling() else seen.shape[1].bit_length()):  # a graph serves every length
         row, cached = row.gather(1, row), cached | cached.gather(1, row)
     return torch.where(cached, 0, row + q_offset)
 
 
-def sequence_starts(ids: Tensor) -> Tensor:
+def _sequence_starts(ids: Tensor) -> Tensor:
     """The cache index where the document of each token starts, (batch, length), of packed text."""
     cache_index = torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)
     new = torch.ones_like(ids, dtype=torch.bool)

@@ -41,7 +41,7 @@ class Numbered:
     """The position_ids of a call beside its cache indices, from which follows how its tokens are numbered."""
 
     def __init__(self, parsed: ParsedMask, position_ids: Tensor, kv_len: int) -> None:
-        rows, counted, first = parsed
+        rows, counted, first, _ = parsed
         index = rows.index
         batch = max(index.shape[0], position_ids.shape[0])
         index = index.expand(batch, -1, -1)
@@ -126,6 +126,16 @@ class Numbered:
     def is_same_text(self) -> Tensor:
         """True where a query's sequence is that of the query before it, (batch, q_len - 1)."""
         return self.start[:, 1:] == self.start[:, :-1]
+
+    @property
+    def jumps(self) -> Tensor:
+        """True where a query starts a text at a position beyond the one after the query before it, (batch, q_len)."""
+
+        def grown(x: Tensor) -> Tensor:  # of the same shape: a graph of any length would tell one less apart
+            return x.diff(prepend=x[:, :1])
+
+        is_next = (grown(self.cache_index) == 1) & self.real & (grown(self.real.int()) == 0)
+        return (grown(self.position) > 1) & is_next & (grown(self.start) != 0)
 
     @property
     def cached(self) -> Tensor:

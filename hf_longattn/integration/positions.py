@@ -27,7 +27,6 @@ from .caches import CallNumbering, Numbering, known_of, record_of
 from .forward_context import ForwardContext, LayerCall
 from .masks import (
     BOTH_WAYS,
-    UNTOLD,
     MaskContext,
     ParsedMask,
     context_of,
@@ -35,7 +34,6 @@ from .masks import (
     is_layout_mask,
     read_mask,
     read_own_mask,
-    sequence_starts,
 )
 from .numbering import Numbered, own_positions
 from .token_axes import UNSEEN, by_axis, one_axis
@@ -110,7 +108,7 @@ def rows_under(mask: Tensor | None, layer_call: LayerCall) -> MaskContext:
     if forward_pass is not context.forward_pass:
         context.forward_pass, context.alike = forward_pass, {}
     context.q_len = layer_call.q_len
-    if context.base is None:  # a graph may have made it
+    if parsed.untold:
         parsed = _with_starts(parsed, positions, kv_len)
     known = context.rows if context.positions is positions else None
     rows = _with_positions(parsed, layer_call) if known is None else known
@@ -119,24 +117,23 @@ def rows_under(mask: Tensor | None, layer_call: LayerCall) -> MaskContext:
 
 
 def _with_starts(parsed: ParsedMask, position_ids: Tensor | None, kv_len: int) -> ParsedMask:
-    """The rows with the starts of texts that the mask of a compiled call leaves to position_ids (`masks.UNTOLD`).
+    """The rows with the starts of texts, which the mask of chunks in a compiled call does not tell.
 
-    Without an attention mask or a cache, Transformers tells packed documents apart by position_ids, before windows and chunks.
+    Without an attention mask or a cache, Transformers tells packed documents apart by position_ids, before chunks.
     """
     rows = parsed.rows
-    if rows.allowed is None or rows.hides_tokens:
-        return parsed
-    query, key_start, start, low, high = rows.bounds
-    begun = torch.zeros_like(start)
+    query, key_start, _, low, high = rows.bounds
     if position_ids is not None and position_ids.ndim > 2:  # of four axes the first numbers the text
         position_ids = position_ids[0] if len(position_ids) > 3 else None
-    if position_ids is not None and position_ids.shape[1] == kv_len:
-        again = position_ids.diff(prepend=position_ids[:, :1] - 1) != 1
-        starts, batch = sequence_starts(again.cumsum(-1)), max(len(position_ids), len(query))
-        begun = starts.to(query.device).expand(batch, -1).gather(1, (query - key_start).expand(batch, -1))
-        first = rows.allowed[:, 0].int().argmax(-1) + key_start
-        assert_later(((first >= begun) | (start != UNTOLD) | ~rows.real_rows(kv_len)).all(), _TRACED)
-    bounds = RowBounds(query, key_start, torch.where(start == UNTOLD, begun, start), low, high)
+    if position_ids is None or rows.allowed is None or position_ids.shape[1] != kv_len:
+        return parsed  # one text, from the start of the cache
+    again = position_ids.to(query.device).diff(prepend=position_ids[:, :1].to(query.device) - 1) != 1
+    number = again.cumsum(-1).expand(len(query), -1)
+    own = number.gather(1, query - key_start)
+    start = (number[:, None] == own[..., None]).int().argmax(-1) + key_start
+    first = rows.allowed[:, 0].int().argmax(-1) + key_start
+    assert_later(((first >= start) | ~rows.real_rows(kv_len)).all(), _TRACED)
+    bounds = RowBounds(query, key_start, start, low, high)
     return parsed._replace(rows=AttentionLayout(bounds.stacked(), rows.allowed))
 
 
@@ -299,7 +296,7 @@ def _resolve(
     if one and (numbering := _decoding(parsed, own_positions(parsed, position_ids), forward_pass)) is not None:
         return rows, numbering
     call = Numbered(parsed, _from_zero(parsed, position_ids, forward_pass), kv_len)
-    new_document = _new_document(call) if rows.allowed is None else call.is_next[:, :0]
+    new_document = call.jumps if rows.allowed is None else call.jumps[:, :0]
     unsplit = call.sees_cache | call.by_index | call.by_start | call.by_count | call.all_padding | (not _several_processes())
     usual = call.regular.all() & unsplit.all() & ~new_document.any()
     facts = torch.stack([usual, call.sees_cache.any(), *call.numbering_of_first, *call.numbering])
@@ -316,11 +313,6 @@ def _resolve(
             raise ValueError(_RESET)
     first, tokens = (cast("Numbering", tuple(three)) for three in (found[:3], found[3:]))
     return rows, CallNumbering(first, tokens, sees_cache)
-
-
-def _new_document(call: Numbered) -> Tensor:
-    """Mark tokens that start a document where positions jump forward, (batch, q_len - 1)."""
-    return (call.position.diff() > 1) & call.is_next & ~call.is_same_text
 
 
 def _decoding(parsed: ParsedMask, p: Tensor, forward_pass: ForwardContext | None) -> CallNumbering | None:
@@ -376,7 +368,7 @@ def _traced(
     if rows.hides_tokens:
         fits = fits & ~call.falls.any()
     elif not own_mask:
-        fits = fits & ~_new_document(call).any()
+        fits = fits & ~call.jumps.any()
     if forward_pass is not None and not all(numbering := known_of(forward_pass.cache).get("numbering", (True,))):
         ways = [fit for fit, known in zip(call.numbering_of_first, numbering, strict=True) if known]
         fits = fits & torch.stack([*ways, ~call.sees_cache.any()]).any()
