@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .files import ADAPTER_FILE, read_json
 from .slots.registry import did_you_mean
@@ -145,3 +145,9 @@ def check_folder(folder: Path, ours: set[str], *marks: str) -> None:
             f"{folder} is not empty and holds something else ({sorted(there - ours)[0]}); nothing is overwritten: choose "
             "another folder"
         )
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise TypeError for what is no loaded tokenizer, as its name."""
+    if not callable(tokenizer):
+        raise TypeError(f"tokenizer= takes a loaded one, AutoTokenizer.from_pretrained(...), got {tokenizer!r}")

@@ -193,19 +193,8 @@ def contents() -> Contents:
         "extend": extended,
         "probe": probed,
     }
-    pretrained = (
-        answers,
-        choice,
-        copies,
-        decoding,
-        dispersion,
-        headline,
-        longer_on_model,
-        many,
-        methods_on_model,
-        methods_trained,
-    )
-    pretrained += (needles_on_model, quantised_cache, reading_far, regret, trained)
+    pretrained = (answers, choice, copies, decoding, dispersion, headline, longer_on_model, many, methods_on_model)
+    pretrained += (methods_trained, needles_on_model, quantised_cache, reading_far, regret, trained)
     for measured in (papers, coverage, *pretrained, speed, gpu_tables, vllm_speed):
         own |= measured.contents()
     return own

@@ -18,7 +18,6 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from ..checks import Refused, check_finite, check_model
@@ -27,7 +26,8 @@ from ..core.kernels.precision import multiplies_fast
 from ..files import ADAPTER_FILE, read_text
 from ..integration import rope
 from ..integration.classes import own_class
-from ..integration.internals import adapter_classes, classes_for, input_embeddings, is_passed_over, load_reports
+from ..integration.guards import table_lengths
+from ..integration.internals import adapter_classes, classes_for, is_passed_over, load_reports
 from ..integration.max_length import announce_beside
 from ..integration.names import parsed_config
 from .settings import Setting, parse_rope
@@ -165,7 +165,7 @@ class Checkpoint:
         length = getattr(self.text_config, "max_position_embeddings", None)
         if length is None or getattr(self.text_config, "rope_parameters", None) or getattr(self.text_config, "alibi", False):
             return None
-        return length if length in _tables(self.build()) else None  # of some hybrids no layer knows positions
+        return length if length in table_lengths(self.build()) else None  # of some hybrids no layer knows positions
 
     def check_lengths(self, lengths: Sequence[int]) -> None:
         """Raise ValueError if a length lies beyond a position table, which no method can extend."""
@@ -268,18 +268,6 @@ def unfit(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise Refused(f"{what} ({type(error).__name__}: {error})") from error
-
-
-def _tables(model: nn.Module) -> set[int]:
-    """The lengths of all in which a model may look up positions: embeddings but that of tokens, and tensors beside weights."""
-    found, tokens = set(), input_embeddings(model)
-    for module in model.modules():
-        if hasattr(module, "make_weights"):  # XGLM's sinusoids: a longer text makes more of them
-            continue
-        held = [module.weight] if isinstance(module, nn.Embedding) and module is not tokens else []
-        held += [x for x in (*module.buffers(recurse=False), *vars(module).values()) if isinstance(x, torch.Tensor) and x.ndim]
-        found |= {len(x) - getattr(module, "offset", 0) for x in held}
-    return found
 
 
 def _few(keys: Iterable[str]) -> str:

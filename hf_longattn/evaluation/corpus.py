@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import check_tokenizer
 from ..config import NO_METHOD, LongAttnConfig
 from ..integration import apply
 from ..integration.model import no_untrained_warning, running
@@ -62,8 +63,8 @@ class Corpus:
         self.options, self.checkpoint, self.train_length, self.load = options, checkpoint, train_length, load
         if options.tokenizer is None and checkpoint.is_loaded:
             raise ValueError("a loaded model is measured with its tokenizer: give tokenizer=")
-        if isinstance(options.tokenizer, str):
-            raise TypeError(f"tokenizer= takes a loaded one, AutoTokenizer.from_pretrained(...), got {options.tokenizer!r}")
+        if options.tokenizer is not None:
+            check_tokenizer(options.tokenizer)
         self.tokenizer = options.tokenizer or load_tokenizer(checkpoint.model)
         #: What every document begins with: the beginning-of-text token, or nothing.
         self.start = Encoder(self.tokenizer, options.bos).start

@@ -174,7 +174,7 @@ class Experiment:
                 f"{self.file.path} holds a row {cell.name!r} of another setting, text or model; rows are not mixed: choose "
                 "another folder, or another name for the setting"
             )
-        if row is not None and cell.ids and row.get("ids", cell.ids) != cell.ids:  # rows of earlier versions have none
+        if row is not None and cell.ids and row.get("ids", cell.ids) != cell.ids:  # a row may have none
             raise ValueError(
                 f"{self.file.path} holds a row {cell.name!r} of other tokens: the tokenizer has changed since, and rows are "
                 "not mixed: choose another folder, or measure with the tokenizer of before"

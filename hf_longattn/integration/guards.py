@@ -45,6 +45,18 @@ def position_tables(view: View) -> Iterator[nn.Embedding]:
             yield module
 
 
+def table_lengths(model: nn.Module) -> set[int]:
+    """The lengths of all in which a model may look up positions: embeddings but that of tokens, and tensors beside weights."""
+    found, tokens = set(), input_embeddings(model)
+    for module in model.modules():
+        if hasattr(module, "make_weights"):  # XGLM's sinusoids: a longer text makes more of them
+            continue
+        held = [module.weight] if isinstance(module, nn.Embedding) and module is not tokens else []
+        held += [x for x in (*module.buffers(recurse=False), *vars(module).values()) if isinstance(x, Tensor) and x.ndim]
+        found |= {len(x) - getattr(module, "offset", 0) for x in held}
+    return found
+
+
 def _check_learned_positions(table: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling():
         return

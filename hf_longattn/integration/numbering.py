@@ -37,6 +37,14 @@ def own_positions(parsed: ParsedMask, position_ids: Tensor) -> Tensor:
     return position_ids.to(query.device).expand(batch, -1).gather(1, column.expand(batch, -1))
 
 
+def _grown(x: Tensor) -> Tensor:
+    """By how much each element of a row is more than the one before it, (batch, n); the first by 0.
+
+    Of the same shape, since a graph of any length would tell n - 1 = 1 apart.
+    """
+    return x.diff(prepend=x[:, :1])
+
+
 class Numbered:
     """The position_ids of a call beside its cache indices, from which follows how its tokens are numbered."""
 
@@ -119,23 +127,18 @@ class Numbered:
 
     @property
     def is_next(self) -> Tensor:
-        """True where a query is the next token after the query before it, and neither is padding, (batch, q_len - 1)."""
-        return (self.cache_index.diff() == 1) & self.real[:, 1:] & self.real[:, :-1]
-
-    @property
-    def is_same_text(self) -> Tensor:
-        """True where a query's sequence is that of the query before it, (batch, q_len - 1)."""
-        return self.start[:, 1:] == self.start[:, :-1]
+        """True where a query is the next token after the query before it, and neither is padding, (batch, q_len)."""
+        return (_grown(self.cache_index) == 1) & self.real & (_grown(self.real.int()) == 0)
 
     @property
     def jumps(self) -> Tensor:
-        """True where a query starts a text at a position beyond the one after the query before it, (batch, q_len)."""
+        """True where the next token starts a text, at a position beyond the next one, (batch, q_len)."""
+        return self.is_next & (_grown(self.start) != 0) & (_grown(self.position) > 1)
 
-        def grown(x: Tensor) -> Tensor:  # of the same shape: a graph of any length would tell one less apart
-            return x.diff(prepend=x[:, :1])
-
-        is_next = (grown(self.cache_index) == 1) & self.real & (grown(self.real.int()) == 0)
-        return (grown(self.position) > 1) & is_next & (grown(self.start) != 0)
+    @property
+    def goes_back(self) -> Tensor:
+        """True where the next token of a text is at a position not beyond the one before, (batch, q_len)."""
+        return self.is_next & (_grown(self.start) == 0) & (_grown(self.position) <= 0)
 
     @property
     def cached(self) -> Tensor:

@@ -296,7 +296,7 @@ def _resolve(
     if one and (numbering := _decoding(parsed, own_positions(parsed, position_ids), forward_pass)) is not None:
         return rows, numbering
     call = Numbered(parsed, _from_zero(parsed, position_ids, forward_pass), kv_len)
-    new_document = call.jumps if rows.allowed is None else call.jumps[:, :0]
+    new_document = call.jumps & (rows.allowed is None)
     unsplit = call.sees_cache | call.by_index | call.by_start | call.by_count | call.all_padding | (not _several_processes())
     usual = call.regular.all() & unsplit.all() & ~new_document.any()
     facts = torch.stack([usual, call.sees_cache.any(), *call.numbering_of_first, *call.numbering])
@@ -350,7 +350,7 @@ def _goes_back(call: Numbered, out: AttentionLayout, kv_len: int) -> Tensor:
     """Mark tokens that see earlier ones at positions not before their own; `out`: the call's rows with positions."""
     rows = call.rows
     if rows.allowed is None:
-        return (call.position.diff() <= 0) & call.is_next & call.is_same_text
+        return call.goes_back
     if rows.hides_tokens:
         return call.falls
     assert out.query_ids is not None

@@ -17,7 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..checks import Refused
+from ..checks import Refused, check_tokenizer
 from ..config import TRIPWIRE
 from ..evaluation.checkpoints import Checkpoint, carry, load_tokenizer
 from ..evaluation.loading import load_setting
@@ -84,8 +84,8 @@ def save(
         FileExistsError: the directory is not empty, without overwrite; or it is a file.
     """
     get_config(model)  # raises if there is none
-    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
-        raise TypeError(f"tokenizer= takes a loaded one, AutoTokenizer.from_pretrained(...), got {tokenizer!r}")
+    if tokenizer is not None:
+        check_tokenizer(tokenizer)
     directory, facts = Path(directory), _facts(card)
     _check_name(base_model)
     adapter = bool(getattr(model, "peft_config", None))

@@ -344,7 +344,7 @@ def test_rows_of_another_tokenizer_are_refused_and_those_of_an_equal_one_are_not
     saved(lambda found: setattr(found.backend_tokenizer, "normalizer", normalizers.Replace("a", "b")))
     with pytest.raises(ValueError, match="of other tokens: the tokenizer has changed since"):
         measured()
-    for row in rows:  # of an earlier version
+    for row in rows:  # those that do not say it go on
         row.pop("ids")
     (tmp_path / "out" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert measured() == rows

@@ -14,7 +14,7 @@ from ..plan import AttentionPlan, Computation
 from ..rotary import Angles
 from ..rotated_keys import WORTH, Keep, RotatedKeys
 from .by_segment import merge_outputs
-from .kernel import MASK_VALUE, Result, entropy
+from .kernel import MASK_VALUE, Result, entropy, without_denormals
 from .sdpa import few_queries, few_queries_with_lse
 from .visible_keys import SeenSegment, Turns, VisibleKeys, by_key_head, norms, visible_keys
 
@@ -192,9 +192,7 @@ class Dense:
             if self.hidden is not None:
                 logits.view(-1, self.keys.kv_heads, *logits.shape[1:]).masked_fill_(self.hidden, MASK_VALUE)
         weights = torch.softmax(logits, -1)
-        if self.map is not None:  # a bias by distance makes denormal numbers, whose products take five times as long
-            torch.threshold_(weights, torch.finfo(weights.dtype).tiny, 0.0)
-        out = self._averaged(weights, value).view(*query.shape[:3], -1)
+        out = self._averaged(weights if self.map is None else without_denormals(weights), value).view(*query.shape[:3], -1)
         return out if sinks is None else merge_outputs([(out, logits.logsumexp(-1).view(query.shape[:3]), logits)], sinks)
 
     def _logits(self, query: Tensor, key: Tensor, factor: Factor, kept: RotatedKeys | None) -> Tensor:
@@ -262,7 +260,7 @@ def _scores(rows: Tensor, key: Tensor, angles: Angles | None, normed: bool) -> T
     out = rows.new_empty(*rows.shape[:2], keys)
     own, into = (x.view(batch, heads, *x.shape[1:]) for x in (rows, out))
     turns = [x.expand(batch, heads, -1, -1) for x in angles or ()]
-    step = max(KEY_ELEMENTS // (batch * heads * width), KEYS)
+    step = _at_a_time(key)
     at_once = max(KEY_ELEMENTS // (step * width), 1)
     entries, shared = (batch, heads) if batch * heads <= at_once else (1, at_once)
     cuts = (keys, step), (batch, entries), (heads, shared)
@@ -290,13 +288,18 @@ def _sums(weights: Tensor, value: Tensor) -> Tensor:
     """The weighted sums of values (batch, kv_heads, keys, width), (batch * kv_heads, rows, width) in the dtype of weights."""
     if value.dtype == weights.dtype:
         return torch.bmm(weights, value.flatten(0, 1))
-    batch, heads, keys, width = value.shape
-    step = min(max(KEY_ELEMENTS // (batch * heads * width), KEYS), keys)
+    (batch, heads, keys, width), step = value.shape, _at_a_time(value)
     out, buffer = weights.new_zeros(*weights.shape[:2], width), weights.new_empty(batch, heads, step, width)
     for start in range(0, keys, step):
         c = slice(start, start + step)
         out.baddbmm_(weights[..., c], _widened(value[:, :, c], buffer).flatten(0, 1))
     return out
+
+
+def _at_a_time(x: Tensor) -> int:
+    """The number of keys that are worked on at a time, of (batch, kv_heads, keys, width)."""
+    batch, heads, keys, width = x.shape
+    return min(max(KEY_ELEMENTS // (batch * heads * width), KEYS), keys)
 
 
 def _widened(x: Tensor, buffer: Tensor) -> Tensor:

@@ -80,6 +80,14 @@ def by_token(like: Tensor, width: int | None = None, dtype: torch.dtype | None =
     return like.new_empty(batch, length, heads, own if width is None else width, dtype=dtype).transpose(1, 2)
 
 
+def without_denormals(p: Tensor) -> Tensor:
+    """Set to 0, in place, probabilities that are denormal numbers, or whose products with gradients are.
+
+    A steep bias makes many, and some CPUs multiply them several times more slowly.
+    """
+    return torch.threshold_(p, 2.0**24 * torch.finfo(p.dtype).tiny, 0.0)
+
+
 class KernelFailure(RuntimeError):
     """A kernel could not be compiled or loaded on this machine; nothing was computed."""
 

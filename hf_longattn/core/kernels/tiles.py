@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..geometry import RowBounds
-from .kernel import MASK_VALUE, KernelCall
+from .kernel import MASK_VALUE, KernelCall, without_denormals
 
 #: Logits held at a time (elements, 4 bytes each): about what the caches of a small machine take.
 BLOCK_ELEMENTS = 1 << 21
@@ -27,7 +27,7 @@ ROW_ELEMENTS = 1 << 19
 TEMPERED_ROWS = 64
 #: Columns whose products in half precision are summed at a time.
 HALF_COLUMNS = 1 << 11
-#: A bias below this makes many probabilities denormal numbers, with which many CPUs' products take five times as long.
+#: A bias below this makes many probabilities denormal numbers (see `without_denormals`).
 FALLS_TO = -64.0
 
 
@@ -65,7 +65,7 @@ class TiledCall:
         self.key_start = int(bounds.key_start[0, 0])
         self.gain = self.bias = self.ids = None
         self.hides_future = False
-        #: whether to set probabilities to 0 that a CPU multiplies slowly
+        #: whether probabilities may be denormal numbers, on a CPU
         self.flushes = bias is not None and bias.device.type == "cpu" and bool((bias < FALLS_TO).any())
         if gain is not None and bias is not None and rows.query_ids is not None and rows.key_ids is not None:
             self.gain, self.bias = gain.to(self.dtype), bias.to(self.dtype)
@@ -360,8 +360,8 @@ class Tile:
         return p if nothing is None else p.masked_fill_(nothing, 0.0)
 
     def flushed(self, p: Tensor) -> Tensor:
-        """Set to 0, in place, probabilities whose products with gradients are denormal, where there may be many."""
-        return torch.threshold_(p, 2.0**24 * torch.finfo(p.dtype).tiny, 0.0) if self.tiled.flushes else p
+        """Probabilities without denormal numbers, in place, where there may be many."""
+        return without_denormals(p) if self.tiled.flushes else p
 
     def attend(self, with_lse: bool, with_entropy: bool) -> Sums:
         """The rows' sums over this block's columns alone; the entropy comes with the logsumexp."""
