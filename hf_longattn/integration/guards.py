@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import Cache
 
 from ..core.tracing import assert_later, readable
 from .caches import cache_in, is_paged, known_of, record_of, values_of
@@ -131,15 +132,18 @@ def _check_frequencies(
         raise ValueError(message)
 
 
-def _before_and_after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """The cache of a call, and how far its texts reach before and after it, as positions say or else the cache."""
-    call = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
-    cache, positions = cache_in(call.values()), call.get("position_ids")
-    before = 0 if cache is None else cache.get_seq_length()
-    if positions is not None:
-        return cache, positions[..., 0].max() * (before > 0), positions.max() + 1
+def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of a model by their names."""
+    return inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
+
+
+def _before_and_after(call: dict[str, Any], cache: Cache) -> tuple[Any, Any]:
+    """How far texts reach before and after a call, as positions say or else the cache."""
+    before = cache.get_seq_length()
+    if (positions := call.get("position_ids")) is not None:
+        return positions[..., 0].max() * (before > 0), positions.max() + 1
     tokens: Tensor = call["inputs_embeds"] if call.get("input_ids") is None else call["input_ids"]
-    return cache, before, before + tokens.shape[1]
+    return before, before + tokens.shape[1]
 
 
 def _refuse_mixed(
@@ -153,11 +157,14 @@ def _refuse_mixed(
             "continuous batching reads long and short texts in one call, and longrope turns all of them by the frequencies of "
             "the longest: under a remap of rotary distances that is refused; use generate()"
         )
-    cache, before, after = _before_and_after(module, args, kwargs)
-    if cache is None:
+    call = _named(module, args, kwargs)
+    if (cache := cache_in(call.values())) is None:
         return
-    long = known_of(cache).get("long", before > border)  # a cache that was cropped since says another length
-    mixed = (before > 0) & (((before > border) != (after > border)) | (long != (after > border)))
+    before, after = _before_and_after(call, cache)
+    long = known_of(cache).get("long")  # a cache that was cropped since says another length
+    mixed = (before > 0) & (after <= border if long else after > border)
+    if long is None:
+        mixed = mixed & (before <= border)
     if torch.compiler.is_compiling() and isinstance(mixed, Tensor):
         assert_later(~mixed, _MIXED.format(border=border))
     elif mixed:
@@ -166,7 +173,9 @@ def _refuse_mixed(
 
 def _note_side(border: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """After a pass: note with its cache on which side of the border its keys were turned."""
-    cache, _, after = _before_and_after(module, args, kwargs)
-    cache = cache_in(values_of(output)) if cache is None else cache
-    if cache is not None and not torch.compiler.is_compiling():
-        record_of(cache)["long"] = bool(after > border)
+    if torch.compiler.is_compiling():
+        return
+    call = _named(module, args, kwargs)
+    cache, positions = cache_in((*call.values(), *values_of(output))), call.get("position_ids")
+    if cache is not None:
+        record_of(cache)["long"] = bool((cache.get_seq_length() if positions is None else positions.max() + 1) > border)

@@ -322,12 +322,14 @@ def test_longrope_beyond_its_border() -> None:
     for chunks in ([16, 8], [9, 9, 6], [1] * 24):
         with pytest.raises(ValueError, match="different sides of 16 tokens"):
             feed(m, ids, chunks)
+    close(feed(m, ids[:, :16], [10, 5, 1]), m(ids[:, :16]).logits)  # the last token lies on the side of the others
     cut = m(ids)[CACHE]
     cut.crop(-14)
     with pytest.raises(ValueError, match="different sides of 16 tokens"):
         m(ids[:, 10:13], **{CACHE: cut})
     with pytest.raises(ValueError, match="different sides of 16 tokens"):
         torch.compile(m, backend="eager")(ids[:, 10:13], **{CACHE: cut})
+    close(m(ids[:, 10:], **{CACHE: cut}).logits, want[:, 10:])  # its keys are those of long calls still
     if PAGES:
         with pytest.raises(ValueError, match="continuous batching"):
             m.model(ids, write_index=[])
