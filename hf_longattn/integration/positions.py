@@ -364,16 +364,18 @@ def _traced(
 ) -> AttentionLayout:
     """Place rows where no tensor may be read: explicit positions where the mask has holes, and a check while it runs."""
     rows, call = parsed.rows, Numbered(parsed, position_ids, kv_len)
-    fits = (call.regular if rows.allowed is None else call.known).all()
-    if rows.hides_tokens:
-        fits = fits & ~call.falls.any()
-    elif not own_mask:
+    if rows.allowed is None:
+        placed, fits = rows, call.regular.all()
+    else:
+        placed = call.explicit()
+        fits = call.known.all() & ~_goes_back(call, placed, kv_len).any()
+    if not (own_mask or rows.hides_tokens):
         fits = fits & ~call.jumps.any()
     if forward_pass is not None and not all(numbering := known_of(forward_pass.cache).get("numbering", (True,))):
         ways = [fit for fit, known in zip(call.numbering_of_first, numbering, strict=True) if known]
         fits = fits & torch.stack([*ways, ~call.sees_cache.any()]).any()
     assert_later(fits, _TRACED)
-    return rows if rows.allowed is None else call.explicit()
+    return placed
 
 
 def refuse_unknown_start(config: LongAttnConfig, rows: AttentionLayout, position_ids: Tensor | None, kv_len: int) -> None:

@@ -160,6 +160,21 @@ def test_a_graph_refuses_a_jump_without_a_mask_too() -> None:
     close(compiled(ids, **masked).logits, m(ids, **masked).logits)
 
 
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_graph_refuses_positions_that_go_back_under_masks_of_pairs_too() -> None:
+    m, ids = hf_longattn.apply(stock("llama", num_hidden_layers=1), CASES["sinks"]), tokens(1, LENGTH)
+    positions = torch.arange(LENGTH)[None] - 6 * (torch.arange(LENGTH) >= 15)
+    tree = torch.ones(LENGTH, LENGTH).tril()[None, None].bool()
+    torch.compiler.reset()
+    for run, error in ((m, ValueError), (torch.compile(m, backend="eager"), RuntimeError)):
+        with pytest.raises(error, match=r"position_ids .*go back"):
+            run(ids, attention_mask=tree, position_ids=positions, use_cache=False)
+        cache = m(ids[:, :9])[CACHE]
+        with pytest.raises(error, match=r"position_ids .*go back"):
+            run(ids[:, 9:], attention_mask=torch.ones_like(ids), position_ids=positions[:, 9:], **{CACHE: cache})
+
+
 @pytest.mark.parametrize("case", ["scale_invariant", "infoscale", "adaptive_temperature"])
 @pytest.mark.parametrize("extra", [{}, {"attention_mask": torch.ones(1, LENGTH), "use_cache": False}], ids=["cache", "mask"])
 def test_packed_documents_that_would_see_each_other_are_refused(case: str, extra: dict[str, Any]) -> None:
