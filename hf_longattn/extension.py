@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from .config import LongAttnConfig, length_of
-from .integration import apply, get_config, rope
-from .integration.guards import position_tables
+from .integration import apply, get_config
+from .integration.guards import end_of
 from .integration.layer_methods import facts_for
 from .integration.layers import View
 from .integration.model import meant_by
@@ -123,10 +123,10 @@ def _check(view: View, config: LongAttnConfig, facts: ModelFacts, length: int) -
         )
     if facts.train_length is None:
         raise ValueError("the model's config names no maximum length to extend: use hf_longattn.apply with a window")
-    if rope.settings_of(view.model) is None and (table := next(position_tables(view), None)) is not None:
+    if (end := end_of(view.target, lambda: view.model)) is not None:
         raise ValueError(
-            f"the model learned its positions, in a table of {table.num_embeddings} entries, which no method can extend: use "
-            "hf_longattn.apply for a window within it, or a model with rotary positions"
+            f"the model takes its positions from a table of {end} entries, which no method can extend: use "
+            "hf_longattn.apply for a window within it, or a model that computes rotary positions"
         )
     changed = config.positions is not None and not isinstance(config.positions, YarnBeyond)  # within the trained length
     shortest = facts.train_length if changed else facts.train_length + 1

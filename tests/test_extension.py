@@ -201,7 +201,7 @@ def test_extend_refuses_what_makes_no_sense() -> None:
             hf_longattn.extend(model, **arguments)
         assert model.config._attn_implementation == "sdpa"
     hf_longattn.extend(model, to=200, method="self_extend", window=8, group=8)
-    with pytest.raises(ValueError, match="the model learned its positions, in a table of"):
+    with pytest.raises(ValueError, match="the model takes its positions from a table of"):
         hf_longattn.extend(stock("gpt2"), to=200)
 
 

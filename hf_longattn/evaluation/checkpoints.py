@@ -26,7 +26,7 @@ from ..core.kernels.precision import multiplies_fast
 from ..files import ADAPTER_FILE, read_text
 from ..integration import rope
 from ..integration.classes import own_class
-from ..integration.guards import table_lengths
+from ..integration.guards import end_of
 from ..integration.internals import adapter_classes, classes_for, is_passed_over, load_reports
 from ..integration.max_length import announce_beside
 from ..integration.names import parsed_config
@@ -161,11 +161,8 @@ class Checkpoint:
 
     @functools.cached_property
     def end(self) -> int | None:
-        """The length of a table of positions, learned or fixed, in tokens; None: they are none, computed or biases: no end."""
-        length = getattr(self.text_config, "max_position_embeddings", None)
-        if length is None or getattr(self.text_config, "rope_parameters", None) or getattr(self.text_config, "alibi", False):
-            return None
-        return length if length in table_lengths(self.build()) else None  # of some hybrids no layer knows positions
+        """The length of its table of positions, in tokens; None: it has none."""
+        return end_of(self.text_config, self.build)
 
     def check_lengths(self, lengths: Sequence[int]) -> None:
         """Raise ValueError if a length lies beyond a position table, which no method can extend."""

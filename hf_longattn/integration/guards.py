@@ -1,4 +1,4 @@
-"""Hooks that refuse calls which no method computes: beyond a learned position table, or across longrope's border.
+"""Hooks that refuse calls which no method computes: beyond a table of positions, or across longrope's border.
 
 longrope turns long calls by other frequencies than short ones, and a remap turns cached keys anew by the present ones. So a
 cache that was filled on one side of the border is refused on the other.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -34,19 +34,34 @@ def guard(view: View, state: AttentionState) -> None:
     """Let a model refuse what the method that it runs now cannot compute."""
     for handle in state.guards:
         handle.remove()
-    tables = [x.register_forward_pre_hook(_check_learned_positions, with_kwargs=True) for x in position_tables(view)]
+    tables = [x.register_forward_pre_hook(_check_embedding, with_kwargs=True) for x in _position_embeddings(view)]
+    if not tables and (end := end_of(view.target, lambda: view.model)) is not None:  # GPT-J, CodeGen and CTRL keep a tensor
+        tables = [view.inner.register_forward_pre_hook(functools.partial(_check_end, end), with_kwargs=True)]
     state.guards = (*tables, *_border_hooks(view, state))
 
 
-def position_tables(view: View) -> Iterator[nn.Embedding]:
-    """The learned position tables of a model, which no method can extend."""
+def end_of(config: Any, build: Callable[[], nn.Module]) -> int | None:
+    """The length in tokens of the table, learned or fixed, that a language model takes its positions from; None: they are
+    none, computed or biases, and have no end.
+
+    Args:
+        build: gives the model, of which shapes are read; it is not asked where the config settles it.
+    """
+    length = getattr(config, "max_position_embeddings", None)
+    if length is None or getattr(config, "rope_parameters", None) or getattr(config, "alibi", False):
+        return None
+    return length if length in _table_lengths(build()) else None  # of some hybrids no layer knows positions
+
+
+def _position_embeddings(view: View) -> Iterator[nn.Embedding]:
+    """The embeddings in which a model looks up positions."""
     size, embeddings = getattr(view.target, "max_position_embeddings", None), input_embeddings(view.model)
     for module in view.modules:
         if isinstance(module, nn.Embedding) and _entries(module) == size and module is not embeddings:
             yield module
 
 
-def table_lengths(model: nn.Module) -> set[int]:
+def _table_lengths(model: nn.Module) -> set[int]:
     """The lengths of all in which a model may look up positions: embeddings but that of tokens, and tensors beside weights."""
     found, tokens = set(), input_embeddings(model)
     for module in model.modules():
@@ -58,7 +73,8 @@ def table_lengths(model: nn.Module) -> set[int]:
     return found
 
 
-def _check_learned_positions(table: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_embedding(table: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before an embedding of positions looks them up: refuse those beyond it."""
     if torch.compiler.is_compiling():
         return
     call = inspect.signature(type(table).forward).bind(table, *args, **kwargs).arguments
@@ -71,11 +87,23 @@ def _check_learned_positions(table: nn.Module, args: tuple[Any, ...], kwargs: di
         last = int(positions.max())
     else:  # others take tokens or their shape (batch, q_len), and how many came before
         last = getattr(args[0], "shape", args[0])[1] + call.get("past_key_values_length", 0) - 1
-    size = _entries(table)
+    _refuse_beyond(last, _entries(table))
+
+
+def _check_end(end: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a pass: refuse positions beyond a table of that length."""
+    if torch.compiler.is_compiling():
+        return
+    after = _before_and_after(module, args, kwargs)[2]
+    if not isinstance(after, Tensor) or readable(after):
+        _refuse_beyond(int(after) - 1, end)
+
+
+def _refuse_beyond(last: int, size: int) -> None:
     if last >= size:
         raise ValueError(
             f"position {last} lies beyond this model's position table of {size} entries. No attention method can extend a "
-            "table: shorten the text, or use a model with rotary positions"
+            "table: shorten the text, or use a model that computes rotary positions"
         )
 
 
@@ -142,8 +170,8 @@ def _before_and_after(call: dict[str, Any], cache: Cache) -> tuple[Any, Any]:
     before = cache.get_seq_length()
     if (positions := call.get("position_ids")) is not None:
         return positions[..., 0].max() * (before > 0), positions.max() + 1
-    tokens: Tensor = call["inputs_embeds"] if call.get("input_ids") is None else call["input_ids"]
-    return before, before + tokens.shape[1]
+    tokens = next((x for x in (call.get("input_ids"), call.get("inputs_embeds")) if x is not None), None)
+    return before, before if tokens is None else before + tokens.shape[1]  # without any the model itself says what it needs
 
 
 def _refuse_mixed(

@@ -257,7 +257,7 @@ def test_extend_refuses_learned_positions_in_one_message(files: Path, tmp_path: 
     result = CliRunner().invoke(app, line)
     assert result.exit_code == 2, result.output
     said = " ".join(result.output.replace("│", " ").split())
-    assert "the model learned its positions, in a table of 1024 entries, which no method can extend" in said
+    assert "the model takes its positions from a table of 1024 entries, which no method can extend" in said
     assert "MODEL" in said
 
 

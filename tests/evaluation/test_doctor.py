@@ -109,7 +109,7 @@ def test_a_config_of_which_no_tiny_model_can_be_built_is_noted(sound: Path, tmp_
 def test_a_model_that_cannot_be_extended_is_told_what_it_takes(tmp_path: Path) -> None:
     code, text = told(tiny.save_gpt2(tmp_path))
     assert code == 0, text
-    assert "limit extend to 512: refused: the model learned its positions" in text
+    assert "limit extend to 512: refused: the model takes its positions from a table" in text
     assert "limit methods hf_longattn.apply puts in: windows (windowed), temperatures (infoscale), logit maps" in text
     assert "Refused: position remaps (rerope): rerope remaps rotary distances, and this model shows no rotary" in text
     assert "No problem found" not in text

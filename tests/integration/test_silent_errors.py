@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import coverage_models
 import numpy
 import pytest
 import torch
@@ -467,6 +468,29 @@ def test_gpt2_beyond_its_positions() -> None:
     hf_longattn.remove(m)
     with pytest.raises(IndexError):
         m(tokens(1, 65))
+
+
+@pytest.mark.parametrize("family", ["gptj", "codegen", "ctrl"])
+def test_beyond_a_table_that_is_no_embedding(family: str) -> None:
+    """The model's own error named an index alone, and `extend` announced lengths beyond the table."""
+    m = hf_longattn.apply(coverage_models.build(family), "windowed", window=9)
+    end = m.config.max_position_embeddings
+    with torch.no_grad():
+        for arguments in ({}, {"position_ids": torch.arange(end)[None]}):
+            m(tokens(1, end), **arguments)
+        for arguments in (
+            {"position_ids": torch.arange(end - 8, end + 1)[None]},
+            {"inputs_embeds": torch.zeros(1, end + 1, 32)},
+        ):
+            ids = tokens(1, 9) if "position_ids" in arguments else None
+            with pytest.raises(ValueError, match=rf"position {end} lies beyond .* table of {end} entries.*rotary"):
+                m(ids, **arguments)
+        with pytest.raises(ValueError, match=f"position {end} lies beyond"):
+            m.generate(tokens(1, end - 4), max_new_tokens=9, do_sample=False)
+        with pytest.raises(ValueError, match="inputs_embeds"):
+            m()  # as the model itself says
+    with pytest.raises(ValueError, match=f"takes its positions from a table of {end} entries"):
+        hf_longattn.extend(m, 2 * end, "windowed", window=9)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
