@@ -49,6 +49,8 @@ CUSTOM = "longattn"
 PREFIX = "hf_longattn."
 #: Before the class names in a strict checkpoint's config, which every other engine dispatches on and then refuses.
 TRIPWIRE = "LongAttn"
+#: Parameters that are given beside any method.
+OF_EVERY = ("layers", "backend", "train_length")
 NO_PARTS = "each part is a config with a method and without parts; layers in no part stay as they are"
 
 
@@ -241,9 +243,9 @@ class LongAttnConfig:
         for key, value in parameters.items():
             owners = [part for part in own if key in parameters_of(part)]
             if not owners:
-                known = sorted(set().union(*map(parameters_of, own)))
+                known = sorted({*OF_EVERY, *(k for part in own for k in parameters_of(part))})
                 hint = did_you_mean(key, known)
-                raise ValueError(f"{name} has no parameter {key!r}; {hint}it has: {', '.join(known) or 'none'}")
+                raise ValueError(f"{name} has no parameter {key!r}; {hint}it has: {', '.join(known)}")
             if len(owners) > 1:
                 slot = method_class(owners[0]).slot
                 raise ValueError(
@@ -338,7 +340,7 @@ class LongAttnConfig:
         for key, value in changes.items():
             owners = [m for m in self.methods if key in {f.name for f in fields(m)}]
             if len(owners) != 1:
-                hint = did_you_mean(key, {f.name for m in self.methods for f in fields(m)})
+                hint = did_you_mean(key, {*OF_EVERY, *(f.name for m in self.methods for f in fields(m))})
                 raise ValueError(
                     f"{key!r} is a parameter of {' and of '.join(m.name for m in owners) or 'no method in ' + self.name}"
                     + (f"; {hint.strip()}" if hint and not owners else "")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -86,7 +87,7 @@ def save(
     get_config(model)  # raises if there is none
     if tokenizer is not None:
         check_tokenizer(tokenizer)
-    directory, facts = Path(directory), _facts(card)
+    directory, facts = Path(directory), _facts(card, save)
     _check_name(base_model)
     adapter = bool(getattr(model, "peft_config", None))
     if (remote_code or strict) and adapter:
@@ -269,7 +270,7 @@ def push(
         raise ValueError("tokenizer and remote_code belong to a model; a folder has what hf_longattn.save put there")
     if missing := unfinished(Path(model)):
         warn(missing)
-    uploaded = files(Path(model), repo_id, _facts(card), base_model)
+    uploaded = files(Path(model), repo_id, _facts(card, push), base_model)
     operations = [CommitOperationAdd(path, content) for path, content in uploaded.items()]
     api = HfApi(endpoint=endpoint, token=token)
     for base in _bases(uploaded):
@@ -375,11 +376,11 @@ def unfinished(directory: Path) -> str:
     return f"the training run in {directory} was not measured to its end, so that its card has no numbers{way}"
 
 
-def _facts(card: dict[str, Any]) -> Facts:
-    """Return the facts for a card; TypeError: there is no such fact."""
+def _facts(card: dict[str, Any], function: Callable[..., Any] = save) -> Facts:
+    """Return the facts for a card; TypeError: there is no such fact, nor an argument of the function that was given it."""
     known = [f.name for f in fields(Facts)]
     if unknown := sorted(card.keys() - set(known)):
-        hint = did_you_mean(unknown[0], [*known, "tokenizer", "base_model"])
+        hint = did_you_mean(unknown[0], [*known, *inspect.signature(function).parameters])
         raise TypeError(f"there is no argument {unknown[0]!r}; {hint}for the card: {', '.join(known)}")
     return Facts(**card)
 

@@ -428,6 +428,13 @@ ADDRESSED: dict[str, Any] = {
     "there is no argument 'tokeniser'; did you mean 'tokenizer'?": lambda m: hf_longattn.save(
         apply(m, "logn"), "x", tokeniser=1
     ),
+    "there is no argument 'overwrit'; did you mean 'overwrite'?": lambda m: hf_longattn.save(
+        apply(m, "logn"), "x", overwrit=True
+    ),
+    "there is no argument 'exists_ok'; did you mean 'exist_ok'?": lambda m: hf_longattn.push("x", "a/b", exists_ok=True),
+    "rerope has no parameter 'layer'; did you mean 'layers'?": lambda m: apply(m, "rerope", layer=[0]),
+    "no method in rerope; did you mean 'backend'?": lambda m: hf_longattn.update(apply(m, "rerope"), backnd="tiled"),
+    "did you mean 'train_length'?": lambda m: hf_longattn.extend(m, "4k", train_lenght="1k"),
     "a learned bias (position_bias) joins their logits": lambda m: hf_longattn.extend(T5ForConditionalGeneration(T5), "4k"),
 }
 
