@@ -74,8 +74,8 @@ def check_model(model: str | Path, adapter: bool = False) -> None:
     if not adapter and not (folder / names[0]).is_file():
         base = read[0].get("base_model_name_or_path")
         raise ValueError(
-            f"{folder} holds an adapter, not a model: give the model that it was made from ({base}); eval, probe and "
-            f"inspect take the adapter beside it, by --adapter {folder}"
+            f"{folder} holds an adapter, not a model: give the model that it was made from ({base or 'unnamed'}); eval, probe "
+            f"and inspect take the adapter beside it, by --adapter {folder}"
         )
     from safetensors import SafetensorError, safe_open
 

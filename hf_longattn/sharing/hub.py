@@ -172,8 +172,8 @@ def merge(adapter: str | Path, directory: str | Path, **options: Any) -> Path:
         The directory.
 
     Raises:
-        ValueError: the folder holds no adapter, or one that records no method, whose `merge_and_unload` is enough; or the
-            model would be written into it, where the adapter would be lost.
+        ValueError: the folder holds no adapter, or one that names no base, or that records no method, whose
+            `merge_and_unload` is enough; or the model would be written into it, where the adapter would be lost.
         TypeError: a model is given, not a folder.
         FileExistsError: as `save`.
     """
@@ -189,7 +189,12 @@ def merge(adapter: str | Path, directory: str | Path, **options: Any) -> Path:
         raise ValueError(f"{folder} holds a whole model: there is nothing to merge")
     saved, _ = contents(folder)
     said = _said(folder / README, options)
-    base = str(saved["base_model_name_or_path"])
+    if not isinstance(base := saved.get("base_model_name_or_path"), str) or not base:
+        raise ValueError(
+            f"{folder / ADAPTER_FILE} names no model that the adapter was made from (base_model_name_or_path is {base!r}): "
+            "write its name or folder there; or load that model, put the adapter on it (PeftModel.from_pretrained), and "
+            "hf_longattn.save(model.merge_and_unload(), directory)"
+        )
     checkpoint = Checkpoint(base)
     model = load_setting(Setting("adapter", adapter=str(folder)), checkpoint, checkpoint.dtype)
     there = any(folder.glob("tokenizer*"))

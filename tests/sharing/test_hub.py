@@ -209,6 +209,14 @@ def test_an_adapter_is_merged_and_saved(base: Path, tmp_path: Path, case: str) -
         hf_longattn.merge(adapted(), tmp_path / "again")
 
 
+def test_an_adapter_that_names_no_base_is_not_merged(tmp_path: Path) -> None:
+    """A model that was built, not loaded, has no name; the Hub was asked for one called None."""
+    config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(hf_longattn.apply(stock("llama"), CONFIG), config).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"names no model .* \(base_model_name_or_path is None\): write .*merge_and_unload"):
+        hf_longattn.merge(tmp_path / "adapter", tmp_path / "whole")
+
+
 @pytest.mark.parametrize("measured", ["reach", "metrics", "both"])
 def test_the_card_of_a_merged_model_says_how_the_adapter_was_measured(measured: str, base: Path, tmp_path: Path) -> None:
     config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
