@@ -291,7 +291,10 @@ class LongAttnConfig:
         elif not section:
             return cls.preset(what)
         elif not isinstance(section, Mapping):
-            raise ValueError(f"longattn must be a dict, got {type(section).__name__}")
+            raise ValueError(
+                f"longattn must be a dict, of parameters beside a method's name or of all slots as to_dict writes them, got "
+                f"{section!r}"
+            )
         elif name == CUSTOM or is_whole(section):
             config = cls._of_slots(section)
         else:

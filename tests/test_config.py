@@ -214,7 +214,7 @@ MISTAKES: dict[str, tuple[Any, list[str]]] = {
     "layers a number": (lambda: preset("scale_invariant", layers=3), ["layers", "list of indices"]),
     "backend": (lambda: preset("scale_invariant", backend="warp"), ["warp", *BACKENDS]),
     "newer format": (lambda: LongAttnConfig.parse({"version": 2}), ["version 2", "install"]),
-    "section of a wrong type": (lambda: LongAttnConfig.parse("scale_invariant", "tau=3"), ["longattn", "dict", "str"]),  # type: ignore[arg-type]
+    "section of a wrong type": (lambda: LongAttnConfig.parse("scale_invariant", "tau=3"), ["longattn", "dict", "tau=3"]),  # type: ignore[arg-type]
     "name and section disagree": (
         lambda: LongAttnConfig.parse("cosscale", preset("scale_invariant").to_dict()),
         ["cosscale", "scale_invariant", "apply"],

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..config import PREFIX, LongAttnConfig
+from ..config import CUSTOM, PREFIX, LongAttnConfig
 from ..files import read_json
 from ..slots.learned import LearnedParts, container_of, learned_parts
 from . import rope
@@ -62,7 +62,7 @@ def method_in(saved: Mapping[str, Any]) -> LongAttnConfig | None:
     name, section = saved.get("attn_implementation"), saved.get("longattn")
     if (ours := ours_in(name)) is not None:
         return LongAttnConfig.parse(short(ours), section)
-    return LongAttnConfig.parse(section) if section else None
+    return LongAttnConfig.parse(CUSTOM, section) if section else None  # written out: a text or a list is none of ours
 
 
 def computed(config: LongAttnConfig | None, scheduled: Collection[str] = ()) -> dict[str, Any] | None:

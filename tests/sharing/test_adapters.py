@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -781,6 +782,22 @@ def test_an_adapter_whose_record_was_lost_is_refused(left: dict[str, Any], bases
         peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bases["llama"]), tmp_path)
     file.write_text(json.dumps(saved | {"peft_type": "LORA"}))
     peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bases["llama"]), tmp_path)
+
+
+@pytest.mark.parametrize("written", ["logn", ["logn"], 5])
+def test_a_record_that_is_no_dict_is_refused_alike(written: Any, bases: dict[str, Path], tmp_path: Path) -> None:
+    """transformers loaded an adapter with a text there, and a remap took its window from the model; PEFT refused it."""
+    adapted(bases["llama"]).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"longattn": written}))
+    for load in (
+        AutoModelForCausalLM.from_pretrained,
+        lambda folder: AutoModelForCausalLM.from_pretrained(bases["llama"]).load_adapter(folder),
+        lambda folder: peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bases["llama"]), folder),
+        lambda folder: hf_longattn.push(folder, "you/adapter"),
+    ):
+        with pytest.raises(ValueError, match=f"longattn must be a dict, .* got {re.escape(repr(written))}"):
+            load(tmp_path)
 
 
 def test_a_config_without_a_task_names_the_class_of_its_base(bases: dict[str, Path], tmp_path: Path) -> None:
