@@ -39,7 +39,7 @@ def device_of(name: str) -> str:
         if device.type != "meta":
             torch.empty(0, device=device)
             return name
-    except (RuntimeError, AssertionError, NotImplementedError):  # no such name; a build without it; no such card
+    except (RuntimeError, TypeError, AssertionError, NotImplementedError):  # no such name; a build without it; no such card
         pass
     raise ValueError(f"there is no device {name!r} here; use auto, or cpu")
 

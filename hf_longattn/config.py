@@ -500,7 +500,8 @@ def names_in(text: str) -> str:
 def listed(value: Any) -> list[Any]:
     """The parts of a text with commas, but for those in brackets ("rerope:layers=[0, 2],logn"); one thing as a list of it."""
     if not isinstance(value, str):
-        return list(value) if isinstance(value, Sequence) else [value]
+        value = freeze(value)
+        return list(value) if isinstance(value, Iterable) and not isinstance(value, Mapping) else [value]
     parts, depth = [""], 0
     for character in value:
         depth += (character == "[") - (character == "]")
@@ -556,14 +557,21 @@ def _method_in(slot: str, value: Any) -> Method | None:
 
 def _layers(layers: Any) -> str | tuple[int, ...]:
     """A word, or indices in order."""
+    layers = freeze(layers)
     if isinstance(layers, str) or not isinstance(layers, Iterable):
         if layers not in ("full_attention", "all"):
             raise ValueError(f"layers must be 'full_attention', 'all' or a list of indices, got {layers!r}")
         return str(layers)
-    indices = freeze(tuple(layers))
-    if not indices or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in indices):
-        raise ValueError(f"layers must be a non-empty list of layer indices >= 0, got {list(indices)}")
-    return tuple(sorted(set(indices)))
+    return layer_numbers(layers)
+
+
+def layer_numbers(layers: Any) -> tuple[int, ...]:
+    """Numbers of layers, in order and each once; ValueError where there is none, or anything else."""
+    layers = freeze(layers)
+    numbers = freeze(tuple(layers)) if isinstance(layers, Iterable) and not isinstance(layers, str) else ()
+    if not numbers or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in numbers):
+        raise ValueError(f"layers must be a non-empty list of layer indices >= 0, got {list(numbers) or layers!r}")
+    return tuple(sorted(set(numbers)))
 
 
 #: The config under which attention is the model's own.

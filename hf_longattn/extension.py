@@ -177,7 +177,7 @@ def own_window(view: View) -> int | None:
 def check_purpose(purpose: str) -> None:
     """Raise ValueError if there is none of that name."""
     if purpose not in PURPOSES:
-        near = difflib.get_close_matches(purpose, PURPOSES, 1, 0.7)  # "rag" is not nearly "reading"
+        near = difflib.get_close_matches(str(purpose), PURPOSES, 1, 0.7)  # "rag" is not nearly "reading"
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"unknown purpose {purpose!r}; {hint}known: {', '.join(PURPOSES)}")
 

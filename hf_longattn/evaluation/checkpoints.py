@@ -28,6 +28,7 @@ from ..integration import rope
 from ..integration.classes import own_class
 from ..integration.guards import end_of
 from ..integration.internals import adapter_classes, classes_for, is_passed_over, load_reports
+from ..integration.layers import pretrained
 from ..integration.max_length import announce_beside
 from ..integration.names import parsed_config
 from .settings import Setting, parse_rope
@@ -52,12 +53,15 @@ class Checkpoint:
 
     Raises:
         ValueError: there is no model, or no adapter, of that name, or a file of its weights is damaged.
+        TypeError: the model is nothing of these.
     """
 
     def __init__(self, model: Any, adapter: str | None = None) -> None:
         self.model, self.adapter, self.is_loaded = model, adapter, not isinstance(model, str)
         self.name: str = "the model" if self.is_loaded else model
-        if not self.is_loaded:
+        if self.is_loaded:
+            pretrained(model)  # raises for what is none
+        else:
             check_model(model)
         if adapter is not None:
             check_model(adapter, adapter=True)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from ..checks import check_dtype
 from ..config import length_of, listed
-from .settings import Setting, settings_of
+from ..slots.method import freeze
+from .settings import Setting, setting_of, settings_of
 
 BOS = ("auto", "always", "never")
+#: What an option that is one number or flag may be, by its annotation; and in words.
+_KINDS: dict[Any, tuple[Any, str]] = {
+    "bool": (bool, "True or False"),
+    "int": (int, "an integer"),
+    "float": ((int, float), "a number"),
+}
 #: Endings of files that hold texts.
 SUFFIXES = (".txt", ".md", ".text", ".jsonl", ".json", ".parquet", ".csv")
 #: What the commands say of the options that they take.
@@ -124,30 +131,38 @@ class EvalOptions:
     def __post_init__(self) -> None:
         if isinstance(self.model, (list, tuple, Mapping)):
             raise TypeError(f"the model comes first, then the texts: the first argument is a {type(self.model).__name__}")
-        texts: Any = [self.texts] if isinstance(self.texts, str) else self.texts
+        self.model = str(self.model) if isinstance(self.model, Path) else self.model
+        texts: Any = self.texts if isinstance(self.texts, Iterable) and not isinstance(self.texts, str) else [self.texts]
         self.texts = dict(texts if isinstance(texts, Mapping) else {f"text {n}": t for n, t in enumerate(texts, 1)})
         if paths := [name for name, text in self.texts.items() if _is_path(text)]:
             raise ValueError(
                 f"{paths[0]} is {str(self.texts[paths[0]])!r}, which looks like a file: texts are contents, as "
                 "Path(...).read_text() gives them"
             )
+        if wrong := [name for name, text in self.texts.items() if not isinstance(text, str)]:
+            raise TypeError(f"{wrong[0]} is of type {type(self.texts[wrong[0]]).__name__}: texts are contents, each a string")
         if isinstance(self.settings, Mapping):
             raise ValueError(
                 'settings are a list of texts ("rerope:window=512") or of hf_longattn.evaluation.Setting(name, method=...), '
                 "not a mapping"
             )
         self.settings = settings_of(listed(self.settings))
+        self.near = length_of(self.near)
+        for f in fields(self):
+            if f.type in _KINDS:
+                setattr(self, f.name, _checked(f.name, getattr(self, f.name), str(f.type)))
         default = "loss" if self.questions is None else "questions"
         self.tasks = list(dict.fromkeys(listed(default if self.tasks is None else self.tasks)))
+        if not self.tasks:
+            raise ValueError(f"no tasks to measure: name some, or leave tasks out for {default}")
         self.lengths = sorted({length_of(n) for n in listed(self.lengths)})
-        self.near = length_of(self.near)
         self.distances = self.distances and sorted({length_of(d) for d in listed(self.distances)})
         self.layers = _numbers(self.layers) if isinstance(self.layers, str) else self.layers
         self.what = self.what and listed(self.what)
         self.kinds = self.kinds and listed(self.kinds)
         self.rows = _rows(self.rows)
         if self.prefix is not None:
-            self.prefix = Setting.parse(self.prefix, self.prefix) if isinstance(self.prefix, str) else self.prefix
+            self.prefix = setting_of(self.prefix)
             said = self.prefix.to_dict().keys()
             if "method" not in said or said & {"rope", "adapter", "model"}:
                 raise ValueError(
@@ -187,6 +202,16 @@ def _numbers(text: str) -> list[int]:
 
 
 def _rows(value: Any) -> int | None:
-    if isinstance(value, str) and value != "all" and not value.isdigit():
+    if not isinstance(value, str):
+        return None if value is None else int(_checked("rows", value, "int"))
+    if value != "all" and not value.isdigit():
         raise ValueError(f"{value!r} is neither a number of rows nor all")
-    return None if value in (None, "all") else int(value)
+    return None if value == "all" else int(value)
+
+
+def _checked(name: str, value: Any, kind: str) -> Any:
+    """A value of an option as plain data; ValueError, which names the option, where it is of another kind."""
+    value, (types, words) = freeze(value), _KINDS[kind]
+    if not isinstance(value, types) or isinstance(value, bool) is not (kind == "bool"):
+        raise ValueError(f"{name} must be {words}, got {value!r}")
+    return value

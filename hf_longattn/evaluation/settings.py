@@ -153,6 +153,17 @@ def parse_settings(
     return [dataclasses.replace(s, train_length=s.train_length or train_length) for s in settings_of(found)]
 
 
+def setting_of(given: str | Setting) -> Setting:
+    """A setting, or that of a string. ValueError: it is wrong; TypeError: it is neither."""
+    if isinstance(given, str):
+        return Setting.parse(given)
+    if not isinstance(given, Setting):
+        raise TypeError(
+            f'a setting is a text ("rerope:window=512") or a hf_longattn.evaluation.Setting(name, method=...), got {given!r}'
+        )
+    return given
+
+
 def settings_of(given: Sequence[str | Setting]) -> list[Setting]:
     """Settings, or their strings, each measurement once: the unmodified model first.
 
@@ -160,7 +171,7 @@ def settings_of(given: Sequence[str | Setting]) -> list[Setting]:
         ValueError: a setting is wrong, or two share a name.
     """
     result = [Setting(UNMODIFIED)]
-    for setting in (Setting.parse(s) if isinstance(s, str) else s for s in given):
+    for setting in map(setting_of, given):
         if setting.unmodified:
             result[0] = dataclasses.replace(result[0], train_length=setting.train_length or result[0].train_length)
         elif all(setting.to_dict() != other.to_dict() for other in result):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from ..config import CUSTOM, NO_METHOD
+from ..config import CUSTOM, NO_METHOD, layer_numbers
 from ..core.call import Call
 from .changes import CALLS, changing, refuse_observed, remember, snapshot
 from .config_records import raw_section
@@ -43,7 +43,7 @@ def observe(model: nn.Module, observer: Observer, layers: Iterable[int] | None =
         refuse_observed(view)
         put_back = snapshot(view)
         try:
-            observed = _observe(view, observer, None if layers is None else set(layers))
+            observed = _observe(view, observer, None if layers is None else set(layer_numbers(layers)))
         except BaseException:
             put_back(CALLS)
             raise

@@ -422,6 +422,21 @@ ADDRESSED: dict[str, Any] = {
     "settings are a list": lambda m: hf_longattn.evaluate(m, ["a b"], settings={"a": "rerope"}),  # type: ignore[arg-type]
     "text 1 is 'e40.txt', which looks like a file": lambda m: hf_longattn.evaluate(m, ["e40.txt"]),
     "the model comes first, then the texts": lambda m: hf_longattn.evaluate(["a b"], m),
+    "a loaded model first, got an object of type NoneType": lambda m: hf_longattn.evaluate(None, ["a b"]),
+    "text 1 is of type NoneType: texts are contents": lambda m: hf_longattn.evaluate(m, [None]),  # type: ignore[list-item]
+    "hf_longattn.evaluation.Setting(name, method=...), got LongAttnConfig": (
+        lambda m: hf_longattn.evaluate(m, ["a b"], [LongAttnConfig.preset("logn")])  # type: ignore[list-item]
+    ),
+    "no tasks to measure: name some, or leave tasks out for loss": lambda m: hf_longattn.evaluate(m, ["a b"], tasks=[]),
+    "depths must be an integer, got 2.5": lambda m: hf_longattn.evaluate(m, ["a b"], depths=2.5),
+    "targets must be an integer, got '4k'": lambda m: hf_longattn.evaluate(m, ["a b"], targets="4k"),
+    "keep must be a number, got None": lambda m: hf_longattn.evaluate(m, ["a b"], keep=None),
+    "chat must be True or False, got 'no'": lambda m: hf_longattn.evaluate(m, ["a b"], chat="no"),
+    "rows must be an integer, got (64,)": lambda m: hf_longattn.evaluate(m, ["a b"], tasks="attention", rows=[64]),
+    "there is no device None here": lambda m: hf_longattn.evaluate(m, ["a b"], device=None),
+    "layers must be a non-empty list of layer indices >= 0, got 0": lambda m: hf_longattn.capture(m, 0).__enter__(),
+    "layers must be 'full_attention', 'all' or a list of indices, got 0": lambda m: apply(m, "logn", layers=torch.tensor(0)),
+    "unknown purpose None; known: both, reading, retrieval": lambda m: hf_longattn.extend(m, "4k", purpose=None),
     "a batch is token ids, (batch, length), or what a tokenizer gives, not a str": (
         lambda m: hf_longattn.calibrate(m, ["text"])  # type: ignore[list-item]
     ),

@@ -920,7 +920,7 @@ def test_an_interruption_before_the_first_row_writes_no_page(folder: Path, tmp_p
 def test_tables_that_are_called_alike_say_of_which_task_they_are(folder: Path) -> None:
     texts = {"a.txt": (folder / "a.txt").read_text()}
     tasks = ["needle", "passkey", "multi_key"]
-    found = hf_longattn.evaluate(str(folder / "model"), texts, ["logn"], lengths=[512], targets=64, samples=1, tasks=tasks)
+    found = hf_longattn.evaluate(folder / "model", texts, ["logn"], lengths=[512], targets=64, samples=1, tasks=tasks)
     titles = [t.title for t in found.tables()]
     assert len(set(titles)) == len(titles)
     assert "Pass key: Log-likelihood of the answer, nats per token (0 is certain)\n\n| setting |" in str(found)
