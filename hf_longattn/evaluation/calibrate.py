@@ -17,10 +17,9 @@ from ..core.call import Call
 from ..core.tracing import wide_device, widened
 from ..integration.layer_methods import facts_for
 from ..integration.layers import Layer, View
-from ..integration.model_facts import num_layers
 from ..integration.observer import observe
 from ..methods import LeakyReRope, OutputStandardise, ScaleInvariant
-from .measures.heads import copying_heads
+from .measures.heads import by_layer, copying_heads
 from .measures.sums import Options, Sums, collect
 
 #: What a model is measured on: keyword arguments of its forward, or input ids alone; one of these, or several.
@@ -79,18 +78,12 @@ def measure(model: nn.Module, batches: Batches, sink_tokens: int = 1) -> Measure
 
     with observe(model, seen) as layers:
         for batch in _batches(batches):
-            inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
-            model(**inputs, use_cache=False)
+            model(**batch, use_cache=False)
     if not logits:
         raise ValueError("no batches to measure")
     found = collect(logits)
-
-    def by_layer(values: Mapping[int, Tensor]) -> Tensor:
-        missing = torch.full_like(next(iter(values.values())), torch.nan)
-        return torch.stack([values.get(i, missing) for i in range(num_layers(layers[0].config))]).cpu()
-
-    overall = {q: by_layer(dict(zip(found.layers, found.overall(q), strict=True))) for q in OF_LOGITS}
-    means = {name: by_layer({i: x[name] / x["tokens"] for i, x in outputs.items()}) for name in OF_OUTPUTS}
+    overall = {q: by_layer(dict(zip(found.layers, found.overall(q), strict=True)), layers) for q in OF_LOGITS}
+    means = {name: by_layer({i: x[name] / x["tokens"] for i, x in outputs.items()}, layers) for name in OF_OUTPUTS}
     return Measurements(**overall, **means, tokens=int(next(iter(outputs.values()))["tokens"]))
 
 
@@ -135,7 +128,7 @@ def calibrate(
     return config.replace(**changes)
 
 
-def _stretches(model: nn.Module, batches: list[Any], stretch: float) -> tuple[float | tuple[float, ...], ...]:
+def _stretches(model: nn.Module, batches: list[Mapping[str, Any]], stretch: float) -> tuple[float | tuple[float, ...], ...]:
     """The stretch of every layer: one number, or one for each key head where one of its heads copies."""
     facts = facts_for(View(model))
     texts = [text for batch in batches for text in _texts(batch)]
@@ -146,10 +139,9 @@ def _stretches(model: nn.Module, batches: list[Any], stretch: float) -> tuple[fl
     )
 
 
-def _texts(batch: Mapping[str, Any] | Tensor) -> list[Tensor]:
+def _texts(batch: Mapping[str, Any]) -> list[Tensor]:
     """The token ids of each text of a batch, without padding."""
-    given: Mapping[str, Any] = {"input_ids": batch} if isinstance(batch, Tensor) else batch
-    ids, mask = given["input_ids"], given.get("attention_mask")
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
     return list(ids) if mask is None or mask.ndim != 2 else [row[real.bool()] for row, real in zip(ids, mask, strict=True)]
 
 
@@ -161,8 +153,8 @@ def _standing(norm: OutputStandardise, result: Measurements) -> OutputStandardis
     return dataclasses.replace(norm, deviation=_nested(deviation, 1.0), mean=_nested(mean, 0.0))
 
 
-def _batches(given: Batches) -> list[Mapping[str, Any] | Tensor]:
-    """One batch is a list of one. TypeError: one is no tokens."""
+def _batches(given: Batches) -> list[Mapping[str, Any]]:
+    """Keyword arguments of a model's forward for each batch; one batch is a list of one. TypeError: one is no tokens."""
     if isinstance(given, nn.Module):
         raise TypeError("the model comes first, then the batches")
     batches: list[Any] = [given] if isinstance(given, (Tensor, Mapping, str)) else list(given)
@@ -172,7 +164,7 @@ def _batches(given: Batches) -> list[Mapping[str, Any] | Tensor]:
                 f"a batch is token ids, (batch, length), or what a tokenizer gives, not a {type(batch).__name__}: "
                 'tokenizer(text, return_tensors="pt")'
             )
-    return batches
+    return [{"input_ids": batch} if isinstance(batch, Tensor) else batch for batch in batches]
 
 
 def _output_sums(out: Tensor, real: Tensor) -> dict[str, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -50,5 +52,10 @@ def copying_heads(model: nn.Module, input_ids: Tensor) -> Tensor:
     ids, _ = with_copies(input_ids, copies)
     with torch.no_grad(), observe(model, seen) as layers:
         getattr(model, "base_model", model)(input_ids=ids, use_cache=False)
-    missing = torch.full_like(next(iter(result.values())), torch.nan)
-    return torch.stack([result.get(i, missing) for i in range(num_layers(layers[0].config))]).cpu()
+    return by_layer(result, layers)
+
+
+def by_layer(values: Mapping[int, Tensor], observed: Sequence[Layer]) -> Tensor:
+    """Values by the number of the layer as one tensor, over all layers of the model; NaN where a layer was not seen."""
+    missing = torch.full_like(next(iter(values.values())), torch.nan)
+    return torch.stack([values.get(i, missing) for i in range(num_layers(observed[0].config))]).cpu()
