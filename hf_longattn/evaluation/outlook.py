@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,28 +81,28 @@ def taken(config: PreTrainedConfig, train_length: int | None = None) -> dict[str
     Raises:
         whatever building a tiny model of this config raises: see `miniature`.
     """
-    model = miniature(config)
-    return {f"{kind} ({method})": _refusal(model, method, train_length) for kind, method in KINDS.values()}
+    model, found = miniature(config), {}
+    for kind, method in KINDS.values():
+        found[f"{kind} ({method})"] = why = _refusal(apply, model, method, train_length)
+        if why is None:
+            remove(model)
+    return found
 
 
-def _refusal(model: Any, method: str, train_length: int | None) -> str | None:
+def _refusal(put: Callable[..., Any], model: Any, what: str | int, train_length: int | None) -> str | None:
+    """Why `apply` or `extend` refuses a model; None: it is done."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # whether it helps is another question
         try:
-            apply(model, method, train_length=train_length)
+            put(model, what, train_length=train_length)
         except (ValueError, NotImplementedError) as error:
             return " ".join(str(error).split())
-    remove(model)
     return None
 
 
 def _reach(model: Any, to: int, train_length: int | None) -> Reach:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what they say is said here
-        try:
-            extend(model, to, train_length=train_length)
-        except (ValueError, NotImplementedError) as error:
-            return Reach(to, " ".join(str(error).split()), refused=True)
+    if (why := _refusal(extend, model, to, train_length)) is not None:
+        return Reach(to, why, refused=True)
     text, window = changes(model), own_window(View(model))
     if window is not None and window < to:
         text += f"; seen are the last {window:,} tokens, by a window of the model's own"
