@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +50,10 @@ class Readings:
     def lengths(self) -> list[int]:
         """The lengths at which losses were measured."""
         return self.lengths_of(LOSS)
+
+    def settings_of(self, task: str) -> list[str]:
+        """The settings under which a task was measured."""
+        return [s for s in self.settings if any(self.of(s, task))]
 
     def lengths_of(self, task: str) -> list[int]:
         return sorted({r["length"] for r in self.rows if r["task"] == task})
@@ -148,13 +153,13 @@ class Readings:
         near = self.score(UNMODIFIED, task, lengths[0]) if lengths else None
         if near is None or self.score(setting, task, lengths[0]) is None:
             return None
-        kept = 0
-        for length in lengths:
-            score = self.score(setting, task, length)
-            if score is None or score < self.keep * near:
-                break
-            kept = length
-        return kept
+        scores = {length: self.score(setting, task, length) for length in lengths}
+        return kept_up_to(scores, self.keep * near)
+
+
+def kept_up_to(scores: Mapping[int, float | None], least: float) -> int:
+    """The longest length, of scores by length from the shortest on, up to which none is below `least`; 0: the first one is."""
+    return max(itertools.takewhile(lambda n: (score := scores[n]) is not None and score >= least, scores), default=0)
 
 
 def over(bins: Sequence[float], first: int, last: int) -> float:

@@ -7,7 +7,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -58,6 +58,19 @@ class Table:
     def to_dict(self) -> dict[str, Any]:
         rows = [[None if isinstance(c, float) and c != c else c for c in row] for row in self.rows]  # JSON knows no NaN
         return {**vars(self), "columns": list(self.columns), "rows": rows}
+
+
+def by_length(
+    title: str, settings: Iterable[str], lengths: Sequence[int], cell: Callable[[str, int], Value], **how: Any
+) -> Table:
+    """A table with a row for each setting and a column for each length.
+
+    Args:
+        cell: from a setting and a length to what stands there.
+        how: of `Table`.
+    """
+    columns = ["setting", *(f"{n:,}" for n in lengths)]
+    return Table(title, columns, [[s, *(cell(s, n) for n in lengths)] for s in settings], **how)
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ def _maps(results: Readings, name: str, lengths: Sequence[int]) -> list[Figure]:
     scale = math.floor(worst) if worst < 0 else -1.0
     right = any(a["exact"] for a in answers)
     figures = []
-    for i, s in enumerate(s for s in results.settings if any(results.of(s, name))):
+    for i, s in enumerate(results.settings_of(name)):
         for kind, value, limits, unit in (
             ("accuracy", lambda a: float(a["exact"]), (0.0, 1.0), "share of answers right"),
             ("log-likelihood", lambda a: a["log_likelihood"] / a["tokens"], (float(scale), 0.0), "nats per answer token"),

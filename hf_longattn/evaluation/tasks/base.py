@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ from ..corpus import Corpus
 from ..encoder import Encoder
 from ..experiment import Cell, digest
 from ..readings import Readings
-from ..report import Section, Table
+from ..report import Section, by_length
 from ..rows import Row
 from ..statistics import mean_of
 from .registry import TASK_NAMES
@@ -91,15 +92,11 @@ class Task:
         """Return the sections of a page for its rows; by default the mean of every number, by setting and length."""
         lengths = results.lengths_of(name)
         numbers = dict.fromkeys(k for r in results.rows if r["task"] == name for k in _numbers(r))
-        tables = [
-            Table(
-                number.replace("_", " "),
-                ["setting", *(f"{n:,}" for n in lengths)],
-                [[s, *(mean_of(_column(results.of(s, name, n), number)) for n in lengths)] for s in results.settings],
-                brief=True,
-            )
-            for number in numbers
-        ]
+
+        def mean(number: str, setting: str, length: int) -> float | None:
+            return mean_of(r[number] for r in results.of(setting, name, length) if r.get(number) is not None)
+
+        tables = [by_length(x.replace("_", " "), results.settings, lengths, partial(mean, x), brief=True) for x in numbers]
         return [Section(name.replace("_", " ").capitalize(), "", tables, command=results.command(name))]
 
 
@@ -107,11 +104,6 @@ def _numbers(row: Row) -> dict[str, float]:
     """Return the numbers that a task has put into a row."""
     known = {*COLUMNS, "seconds", "cpu_seconds"}
     return {k: v for k, v in row.items() if k not in known and isinstance(v, (int, float))}
-
-
-def _column(rows: Iterable[Row], number: str) -> list[float]:
-    """Return a number of those rows that have it."""
-    return [r[number] for r in rows if r.get(number) is not None]
 
 
 def names() -> list[str]:

@@ -26,7 +26,7 @@ from ..rows import Row
 from ..settings import Setting
 from ..statistics import mean_of
 from .base import Task
-from .loss import by_length, differences
+from .loss import differences, with_exponentials
 
 #: By how many nats far context must help, and the loss below which a token counts as predicted, as published.
 GAP, CERTAIN = 2.0, 2.0
@@ -138,7 +138,7 @@ class LongPPL(Task):
             return results.paired(name, setting, n, lambda s: {r["which"]: r["key_loss"] for r in found[s, n]})
 
         ppl = "LongPPL: perplexity of the key tokens"
-        losses, perplexities = by_length(mean, results, "Mean loss of the key tokens, nats", ppl)
+        losses, perplexities = with_exponentials(mean, results, "Mean loss of the key tokens, nats", ppl)
         tables = [
             perplexities,
             losses,

@@ -10,7 +10,7 @@ from typing import Any
 from ..corpus import Corpus, Document
 from ..measures.losses import loss_by_position, token_losses
 from ..readings import BIN, LOSS, Interval, Readings, over
-from ..report import Section, Table
+from ..report import Section, Table, by_length
 from ..report.figures import NATS, curves, pair, trained_mark
 from ..rows import Row
 from ..settings import UNMODIFIED, Setting
@@ -89,18 +89,15 @@ def _by_length(results: Readings) -> Section:
     whole = results.protocol.get("prefix") is None
     mean = {(s, n): mean_of(results.of_all(n, results.losses(s, n))) for s in results.settings for n in results.lengths}
     tokens = "the same tokens" if whole else f"the last {results.protocol.get('targets')} tokens"
-    tables = [
-        *by_length(
-            mean, results, f"Mean loss of {tokens}, nats, by context length", f"Perplexity of {tokens}", _left_out(results)
-        )
-    ]
-    tables.insert(1, differences(results, results.lengths, results.difference))
+    title = f"Mean loss of {tokens}, nats, by context length"
+    losses, perplexities = with_exponentials(mean, results, title, f"Perplexity of {tokens}", _left_out(results))
+    tables = [losses, differences(results, results.lengths, results.difference), perplexities]
     lines = {s: [(n, m) for n in results.lengths if (m := mean[s, n]) is not None] for s in results.settings}
     figures = []
     if len(results.lengths) > 1 and whole:  # with a prefix, lengths are of other words: no line through them
-        title, mark = f"Loss of {tokens} by context length", _mark(results)
+        heading, mark = f"Loss of {tokens} by context length", _mark(results)
         figures = pair(
-            lambda limits: curves(lines, "context (tokens, log scale)", NATS, title, mark, log_x=True, limits=limits),
+            lambda limits: curves(lines, "context (tokens, log scale)", NATS, heading, mark, log_x=True, limits=limits),
             [y for p in lines.values() for _, y in p],
             "loss-by-length",
             f"Mean loss of {tokens} against the length of context, one line a setting",
@@ -168,22 +165,19 @@ def _mark(results: Readings) -> dict[str, float]:
     return trained_mark(trained) if trained and results.lengths[-1] > trained else {}
 
 
-def by_length(
+def with_exponentials(
     mean: dict[tuple[str, int], float | None], results: Readings, losses: str, perplexities: str, note: str = ""
-) -> list[Table]:
+) -> tuple[Table, Table]:
     """Means of losses by (setting, length), and their exponentials, under these titles."""
-    lengths = sorted({n for _, n in mean})
-    columns = ["setting", *(f"{n:,}" for n in lengths)]
-    nats = [[s, *(mean[s, n] for n in lengths)] for s in results.settings]
-    ppl = [[s, *(None if (m := mean[s, n]) is None else math.exp(m) for n in lengths)] for s in results.settings]
-    return [Table(losses, columns, nats, note=note, brief=True), Table(perplexities, columns, ppl, digits=2)]
+    settings, lengths = results.settings, sorted({n for _, n in mean})
+    exponentials = {at: None if m is None else math.exp(m) for at, m in mean.items()}
+    nats = by_length(losses, settings, lengths, lambda s, n: mean[s, n], note=note, brief=True)
+    return nats, by_length(perplexities, settings, lengths, lambda s, n: exponentials[s, n], digits=2)
 
 
 def differences(results: Readings, lengths: Sequence[int], difference: Callable[[str, int], Interval | None]) -> Table:
     """From the unmodified model, by setting and length."""
-    rows = [
-        [s, *(signed(d) if (d := difference(s, n)) else None for n in lengths)] for s in results.settings if s != UNMODIFIED
-    ]
+    others = [s for s in results.settings if s != UNMODIFIED]
     title = "Difference from the unmodified model, nats, ± 95 % interval"
     note = "One document, so no interval." if len(results.documents) < 2 else ""
-    return Table(title, ["setting", *(f"{n:,}" for n in lengths)], rows, note=note)
+    return by_length(title, others, lengths, lambda s, n: signed(d) if (d := difference(s, n)) else None, note=note)

@@ -73,7 +73,7 @@ class ProbeTask(Task):
     def sections(cls, results: Readings, name: str) -> list[Section]:
         distances, trained = results.lengths_of(name), results.train_length
         found = {(r["setting"], r["length"]): r for r in results.rows if r["task"] == name}
-        settings = [s for s in results.settings if any(s == setting for setting, _ in found)]
+        settings = results.settings_of(name)
         without = ", ".join(s for s in results.settings if s not in settings)
         left_out = f"Not probed on these passages: {without}." if without else ""
         tables, figures = [], []

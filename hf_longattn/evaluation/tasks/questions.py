@@ -25,7 +25,7 @@ from ..report import Section, Table
 from ..rows import Row
 from ..settings import Setting
 from ..statistics import mean_of
-from .written import WrittenAnswers, asked_of, by_question, differences, share
+from .written import WrittenAnswers, by_question, differences, share
 
 #: Scripts that put no space between a word and what follows it: Thai, Lao, Burmese, Khmer, Japanese, Chinese, Korean.
 _JOINED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7a3"
@@ -90,7 +90,7 @@ def entries_of(questions: str | Path | Sequence[Mapping[str, Any]]) -> list[Entr
     Raises:
         ValueError: there are none, or one cannot be asked; the message names its line.
     """
-    lines: list[tuple[str, Any]] = []
+    lines: list[tuple[str, Any]]
     if isinstance(questions, str | Path):
         text = read_text(Path(questions))
         lines = [(f"{questions}, line {n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
@@ -196,13 +196,12 @@ class Questions(WrittenAnswers):
         """The KV cache of a prompt without its last token, from where it differs from the prompt before under the setting;
         None where the model does not read on from one.
         """
-        ids = prompt[0, :-1].tolist()
-        (of, before, read), self.last = self.last or ("", [], None), None
-        if read is not None and of == setting and crops(model):
+        ids, last, self.last = prompt[0, :-1].tolist(), self.last, None
+        read: Prefix | None = None
+        if last is not None and last[0] == setting and crops(model):
+            _, before, read = last
             common = next((n for n, (a, b) in enumerate(zip(ids, before, strict=False)) if a != b), min(len(ids), len(before)))
             read.crop(common - read.get_seq_length())
-        else:
-            read = None
         try:
             read = prefix_of(model, prompt[:, :-1], read=read)
         except ValueError:  # some hybrid models: each answer is then measured by a reading of its own
@@ -234,7 +233,7 @@ class Questions(WrittenAnswers):
 
     @classmethod
     def sections(cls, results: Readings, name: str) -> list[Section]:
-        lengths, settings = results.lengths_of(name), asked_of(results, name)
+        lengths, settings = results.lengths_of(name), results.settings_of(name)
         scores = {(s, n): by_question(results, name, s, n) for s in settings for n in lengths}
         counts = {n: max(len(scores[s, n]) for s in settings) for n in lengths}
         columns = ["setting", *(f"up to {n:,}" for n in lengths)]

@@ -5,7 +5,7 @@ model writes, scored by string match.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from ...slots.registry import did_you_mean
 from ..corpus import Corpus
 from ..experiment import Cell, sha256_of
-from ..readings import Readings
+from ..readings import Readings, kept_up_to
 from ..report import Section, Table
 from ..rows import Row
 from ..settings import UNMODIFIED, Setting
@@ -21,7 +21,7 @@ from ..statistics import mean_of
 from .ruler_data import RulerData
 from .ruler_kinds import KINDS, RULER, Question, Source
 from .sample import largest
-from .written import WrittenAnswers, asked_of, by_question, differences, share
+from .written import WrittenAnswers, by_question, differences, share
 
 #: RULER's threshold, in percent: what Llama 2 7B has at 4,096 tokens.
 THRESHOLD = 85.6
@@ -90,16 +90,16 @@ class Ruler(WrittenAnswers):
 
     @classmethod
     def sections(cls, results: Readings, name: str) -> list[Section]:
-        lengths = results.lengths_of(name)
-        settings = asked_of(results, name)
+        lengths, settings = results.lengths_of(name), results.settings_of(name)
         scores = {(s, n): by_question(results, name, s, n) for s in settings for n in lengths}
         points = {at: 100 * mean for at, found in scores.items() if (mean := mean_of(found.values())) is not None}
         near = results.keep * points.get((UNMODIFIED, lengths[0]), 0.0)
         columns = ["setting", *(f"{n:,}" for n in lengths)]
         summary: list[list[str | float | None]] = []
         for s in settings:
-            reached = [_above(points, s, lengths), _kept(points, s, lengths, near)]
-            summary.append([s, *(share(scores[s, n]) for n in lengths), *reached])
+            own = {n: points.get((s, n)) for n in lengths}
+            above = max((n for n, score in own.items() if score is not None and score > THRESHOLD), default=0)
+            summary.append([s, *(share(scores[s, n]) for n in lengths), above, kept_up_to(own, near) if near else None])
         heads = [f"above {THRESHOLD}", f"{results.keep:.0%} kept"]
         note = (
             f"In brackets a 95 % Wilson interval. Effective length: the longest that scores above {THRESHOLD} (RULER's rule: "
@@ -135,20 +135,3 @@ RULERS = "RULER, its own data"
 def _of_kind(found: dict[str, float], kind: str) -> float | None:
     mean = mean_of(score for which, score in found.items() if which.rpartition(" ")[0] == kind)
     return None if mean is None else 100 * mean
-
-
-def _above(points: dict[tuple[str, int], float], setting: str, lengths: Sequence[int]) -> int:
-    """The longest length that scores above RULER's threshold; 0 if none does."""
-    return max((n for n in lengths if points.get((setting, n), 0.0) > THRESHOLD), default=0)
-
-
-def _kept(points: dict[tuple[str, int], float], setting: str, lengths: Sequence[int], near: float) -> int | None:
-    """The longest length up to which none scores below `near`; None where that is 0."""
-    if not near:
-        return None
-    kept = 0
-    for n in lengths:
-        if points.get((setting, n), -1.0) < near:
-            break
-        kept = n
-    return kept

@@ -16,7 +16,7 @@ from ..encoder import Encoder
 from ..experiment import sha256_of
 from ..measures.losses import Prefix
 from ..readings import Readings
-from ..report import Table
+from ..report import Table, by_length
 from ..rows import Row
 from ..settings import UNMODIFIED
 from ..statistics import wilson
@@ -103,11 +103,6 @@ def by_question(results: Readings, name: str, setting: str, length: int, column:
     return {r["which"]: r[column] for r in results.of(setting, name, length) if r["which"] in common}
 
 
-def asked_of(results: Readings, name: str) -> list[str]:
-    """The settings that a task was asked of."""
-    return [s for s in results.settings if any(True for _ in results.of(s, name))]
-
-
 def share(found: dict[str, float]) -> str | None:
     """Scores as a percentage with its Wilson interval; None of none."""
     if not found:
@@ -125,10 +120,11 @@ def differences(
     brief: bool = False,
 ) -> list[Table]:
     """Return the table of a column less the unmodified model's, paired by question; none where nothing else was asked."""
-    lengths, rows = results.lengths_of(name), []
-    for s in asked_of(results, name):
-        if s != UNMODIFIED:
-            less = [results.paired(name, s, n, partial(by_question, results, name, length=n, column=column)) for n in lengths]
-            rows.append([s, *(d and signed((times * d[0], times * d[1])) for d in less)])
-    columns = ["setting", *(f"{n:,}" for n in lengths)]
-    return [Table(f"{title}, paired by question", columns, rows, brief=brief)] if rows else []
+
+    def less(setting: str, n: int) -> str | None:
+        found = results.paired(name, setting, n, partial(by_question, results, name, length=n, column=column))
+        return found and signed((times * found[0], times * found[1]))
+
+    others = [s for s in results.settings_of(name) if s != UNMODIFIED]
+    table = by_length(f"{title}, paired by question", others, results.lengths_of(name), less, brief=brief)
+    return [table] if others else []
