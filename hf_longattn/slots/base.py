@@ -62,18 +62,6 @@ def check_rotation(name: str, facts: ModelFacts, stack: bool) -> None:
         )
 
 
-def made(method: Method, facts: ModelFacts) -> nn.Module | None:
-    """Make a method's learned parameters on the CPU, for its trial."""
-    with torch.device("cpu"):
-        return method.module(facts)
-
-
-def tried(method: Method, facts: ModelFacts, x: Tensor) -> Iterator[tuple[str, Any, Any]]:
-    """The trial of a method's learned parameters, which take x and give what has its shape."""
-    if (part := made(method, facts)) is not None:
-        yield "its module", part(x, own=lambda parameter: parameter), x
-
-
 def try_out(method: Method, facts: ModelFacts, what: str) -> None:
     """Raise ValueError for a method whose functions fail on tiny tensors.
 
@@ -321,10 +309,8 @@ class Score(Method, ABC):
         for x in (query, key):
             x[:, :, 0] = 0  # as in a cache's empty places
         found = self.fold(query, key)
-        yield from (
-            ("fold, the query, at first of zeros", found[0], query),
-            ("fold, the key, at first of zeros", found[1], key),
-        )
+        yield "fold, the query, at first of zeros", found[0], query
+        yield "fold, the key, at first of zeros", found[1], key
         yield "fold, the scaling", torch.tensor(float(found[2]), device="cpu"), torch.ones((), device="cpu")
         alone = [self.fold(q, k) for q, k in zip(query.split(1, 2), key.split(1, 2), strict=True)]
         check_by_row("fold, the query", found[0], (q for q, _, _ in alone), 2)
@@ -398,9 +384,10 @@ class LengthTemperature(Temperature):
         found = self._published(n, facts.head_dim)
         yield "formula", found, n
         check_by_row("formula", found, (self._published(x, facts.head_dim) for x in n.split(1)), 0)
-        yield from tried(self, facts, n.expand(1, facts.num_heads, -1))
-        if (part := made(self, facts)) is not None:
-            differs = part(n.expand(1, 1, -1), own=lambda parameter: parameter).shape[1] > 1
+        if (part := self.module(facts)) is not None:
+            by_head = n.expand(1, facts.num_heads, -1)
+            yield "its module", part(by_head, own=lambda parameter: parameter), by_head
+            differs = part(by_head[:, :1], own=lambda parameter: parameter).shape[1] > 1
             check_head_dependent(self, "its module has a parameter for each head", differs)
 
 
@@ -467,7 +454,7 @@ class LogitMap(Method, ABC):
         length = 1 << 12  # functions of the distance fail late: roots and logarithms of what is left, buckets
         tables = self.tables(facts.num_heads, length, torch.device("cpu"))
         ways = {"tables": tables}
-        if (part := made(self, facts)) is not None:
+        if (part := self.module(facts)) is not None:
             ways["its module"] = part(*tables, own=lambda parameter: parameter)
         for way, found in ways.items():
             for name, table in zip(("gain", "bias"), found, strict=True):
@@ -519,7 +506,8 @@ class Sink(Method, ABC):
     def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
         like = torch.ones(facts.num_heads, device="cpu")
         yield "logits", self.logits(facts.num_heads, like), like
-        yield from tried(self, facts, like)
+        if (part := self.module(facts)) is not None:
+            yield "its module", part(like, own=lambda parameter: parameter), like
 
 
 class OutputNorm(Method, ABC):
@@ -546,7 +534,7 @@ class OutputNorm(Method, ABC):
 
     def trial(self, facts: ModelFacts) -> Iterator[tuple[str, Any, Any]]:
         output = torch.arange(3.0 * facts.num_heads * facts.value_dim, device="cpu").sin()
-        output, affine = output.view(1, facts.num_heads, 3, facts.value_dim), made(self, facts)
+        output, affine = output.view(1, facts.num_heads, 3, facts.value_dim), self.module(facts)
         found = self.normalise(output, affine, *self.constants(output))
         yield "normalise", found, output
         alone = (self.normalise(x, affine, *self.constants(output)) for x in output.split(1, 2))

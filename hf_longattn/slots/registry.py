@@ -121,18 +121,12 @@ def register(method: M) -> M:
             or dtypes than the slot says, NaN or infinity, or intervals that overlap, leave gaps or show other distances than
             `distance`. The class is named.
     """
-    _check(method)
+    _check_trial(method, _check_class(method))
     if method.name not in list_methods():
         for hear in LISTENERS:
             hear(method.name)
     _loaded[method.name] = method
     return method
-
-
-def _check(method: Any) -> None:
-    """Raise ValueError for what is no method, and for one that would fail, or be wrong, in a model."""
-    what = _check_class(method)
-    _check_trial(method, what)
 
 
 def _check_class(method: Any) -> str:
