@@ -252,22 +252,17 @@ def _jumping(ids: Tensor, skip: Skip, seed: int, index: int) -> Example:
     return {"input_ids": ids, "position_ids": positions, "attention_mask": torch.ones_like(ids)}
 
 
-class PartCollator:
-    """Collates rows to one process's part of each window, with what its tokens are to predict."""
-
-    def __init__(self, rank: int, parts: int) -> None:
-        self.rank, self.parts = rank, parts
-
-    def __call__(self, rows: list[Example]) -> Example:
-        batch: Example = default_data_collator(rows)
-        batch["labels"][:, 0] = IGNORE  # nothing predicts it, and Trainer would count it by the name of the model's class
-        if self.parts == 1:
-            return batch
-        if "position_ids" not in batch:
-            ids = batch["input_ids"]
-            batch["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        batch["shift_labels"] = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORE)[:, 1:]
-        return {name: x.chunk(self.parts, 1)[self.rank] for name, x in batch.items()}
+def collated(rank: int, parts: int, rows: list[Example]) -> Example:
+    """One process's part of each window of a batch, with what its tokens are to predict."""
+    batch: Example = default_data_collator(rows)
+    batch["labels"][:, 0] = IGNORE  # nothing predicts it, and Trainer would count it by the name of the model's class
+    if parts == 1:
+        return batch
+    if "position_ids" not in batch:
+        ids = batch["input_ids"]
+        batch["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    batch["shift_labels"] = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORE)[:, 1:]
+    return {name: x.chunk(parts, 1)[rank] for name, x in batch.items()}
 
 
 class Windows(Dataset[Example]):
@@ -325,7 +320,7 @@ def flat(sources: list[str], hub: Hub, tokenizer: Any, limit: int | None = None)
 
 class Data:
     """All data of a run: `train` for the Trainer, `held_out` tokens (1-D), the token that a text starts with (`start`, none or
-    one), and for needles the two tasks.
+    one), and for needles the task that makes texts of what is held out (`test_task`).
 
     Args:
         skip: how positions jump; None: they do not.
@@ -349,7 +344,6 @@ class Data:
         kept = max(began.longest, began.evaluation.tokens)
         self.held_out = torch.empty(0, dtype=torch.int64, device="cpu")
         self.start = Encoder(tokenizer).start
-        self.train_task: NeedleTask | None = None
         self.test_task: NeedleTask | None = None
         self.train: Dataset[Example]
         if kept_out is not None:
@@ -359,13 +353,13 @@ class Data:
             if kept_out is None:
                 cut = max(len(haystack) * 9 // 10, 1)
                 haystack, self.held_out = haystack[:cut], haystack[cut:]
-            self.train_task = NeedleTask(tokenizer, haystack, recipe.needle.needles, recipe.seed)
+            task = NeedleTask(tokenizer, haystack, recipe.needle.needles, recipe.seed)
             self.test_task = NeedleTask(tokenizer, self.held_out, recipe.needle.needles, recipe.seed + 1)
-            self.train_task.check(recipe.length)
+            task.check(recipe.length)
             self._check_held_out(recipe, began)
             for length in {*recipe.lengths, *recipe.final_lengths}:
                 self.test_task.check(length)
-            self.train = NeedleWindows(self.train_task, recipe.length, _samples(recipe), skip)
+            self.train = NeedleWindows(task, recipe.length, _samples(recipe), skip)
             return
         finish = Finish(recipe.packing == "documents", skip, recipe.seed)
         start = [unasked(n) for n in self.start] if recipe.hub.answers else self.start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def held_out_sums(
         total = torch.zeros(len(edges(length)) - 1, 2, dtype=torch.float64, device="cpu")
         for i in range(*_mine(len(windows), share)):
             losses = token_losses(model, windows[i % len(windows)][None].to(model.device)).cpu()
-            counts = torch.tensor([b - a for a, b in zip(edges(length), edges(length)[1:], strict=False)], device="cpu")
+            counts = torch.tensor([b - a for a, b in pairwise(edges(length))], device="cpu")
             sums = torch.stack([torch.tensor(loss_by_position(losses, edges(length)), device="cpu") * counts, counts], 1)
             total += (i < len(windows)) * sums.double()
             tick(length)
@@ -63,7 +64,7 @@ def metrics(sums: dict[int, Tensor], needles: bool) -> dict[int, dict[str, Any]]
             out[length] = {"loss": float(s[0, 0] / s[0, 1]), "accuracy": float(s[1, 0] / s[1, 1]), "needles": int(s[1, 1])}
         else:
             loss, tokens = s.sum(0).tolist()
-            parts = {f"{a}-{b}": float(x / n) for a, b, (x, n) in zip(edges(length), edges(length)[1:], s, strict=False)}
+            parts = {f"{a}-{b}": float(x / n) for (a, b), (x, n) in zip(pairwise(edges(length)), s, strict=True)}
             out[length] = {"loss": loss / tokens, "tokens": int(tokens), "by_position": parts}
     return out
 

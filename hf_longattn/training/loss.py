@@ -70,9 +70,9 @@ class CausalLoss:
             inputs["attention_mask"] = masks_of_jumps(self.model, input_ids, inputs["position_ids"])
         taught = None
         if self.distill is not None and self.teacher is not None:
-            given = {} if self.jumps else inputs
+            own = {} if self.jumps else inputs
             with torch.no_grad(), self.teacher(), evaluating(self.model):
-                taught = hidden_of(self.model, input_ids=input_ids, use_cache=False, **given)
+                taught = hidden_of(self.model, input_ids=input_ids, use_cache=False, **own)
         hidden = hidden_of(self.model, input_ids=input_ids, use_cache=False, **inputs)
         labels = torch.nn.functional.pad(labels, (0, 1), value=IGNORE)[:, 1:] if shift_labels is None else shift_labels
         rank, parts = self.part
@@ -82,13 +82,8 @@ class CausalLoss:
         total = torch.zeros((), device=labels.device)
         for first in range(0, labels.shape[1], CHUNK):
             chunk = slice(first, first + CHUNK)
-            losses = checkpoint(
-                self._losses,
-                hidden[:, chunk],
-                None if taught is None else taught[:, chunk],
-                labels[:, chunk],
-                use_reentrant=False,
-            )
+            given = hidden[:, chunk], None if taught is None else taught[:, chunk], labels[:, chunk]
+            losses = checkpoint(self._losses, *given, use_reentrant=False)
             for i, loss in enumerate(losses):
                 sums[i].index_add_(0, part[chunk], loss.detach().sum(0))
             weight = 0.0 if self.distill is None else self.distill.weight

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from ..core.tracing import wide_device
 from ..evaluation.rows import Row
 from ..integration import update
 from ..integration.engines.ulysses import split_sequence, unsplit
-from .data import Data, PartCollator
+from .data import Data, collated
 from .held_out import Tick, held_out_sums, metrics, tokens_read
 from .loss import PARTS
 from .reach import probed
@@ -89,7 +90,7 @@ class RecipeTrainer(Trainer):
             args,
             train_dataset=data.train,
             eval_dataset=data.train,  # never read: `evaluate` has the held-out text
-            data_collator=PartCollator(*self.part),  # a tokenizer's adds a mask, under which packed documents see each other
+            data_collator=partial(collated, *self.part),  # a tokenizer's adds a mask: packed documents would see each other
             processing_class=tokenizer,
             optimizers=(optimizer, None),
             callbacks=[] if recipe.strength is None else [StrengthSchedule(recipe.strength)],

@@ -63,9 +63,9 @@ from hf_longattn.training.data import (
     Data,
     Finish,
     NeedleWindows,
-    PartCollator,
     StreamedWindows,
     Windows,
+    collated,
     documents,
     find,
     pack,
@@ -668,7 +668,7 @@ def test_windows_in_which_nothing_is_predicted_teach_nothing() -> None:
 def test_processes_take_parts_of_each_window() -> None:
     """With what the last token of each is to predict."""
     rows = [{"input_ids": list(range(n, n + 6)), "labels": list(range(n, n + 6))} for n in (0, 10)]
-    first, second = (PartCollator(rank, 2)(rows) for rank in range(2))
+    first, second = (collated(rank, 2, rows) for rank in range(2))
     assert first["shift_labels"].tolist() == [[1, 2, 3], [11, 12, 13]]
     assert second["shift_labels"].tolist() == [[4, 5, IGNORE], [14, 15, IGNORE]]
     assert second["position_ids"].tolist() == [[3, 4, 5]] * 2
