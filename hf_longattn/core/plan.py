@@ -82,10 +82,6 @@ class LogitSpec:
     # init=False: `dataclasses.replace` begins with none, since a score of its own has another scaling in each layer
     _sharpened: dict[float, LogitSpec] = field(default_factory=dict, init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        if (self.gain is None) != (self.bias is None):
-            raise ValueError("gain and bias come together")
-
     def sharpened(self, factor: float) -> LogitSpec:
         """Multiply scaling by a factor; made once, since every layer of a decoded token asks for it."""
         if (known := self._sharpened.get(factor)) is None:

@@ -62,12 +62,6 @@ class TableCache:
     def nbytes(self) -> int:
         return sum(map(_nbytes, list(self._kept.values())))
 
-    def clear(self) -> None:
-        self._kept.clear()
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return TableCache, (self.max_bytes,)
 

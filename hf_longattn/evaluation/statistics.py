@@ -42,8 +42,6 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 
 def wilson(hits: float, trials: int) -> tuple[float, float]:
     """The 95 % Wilson interval of a share; wider than need be where a trial can be a hit in part."""
-    if not 0 <= hits <= trials or not trials:
-        raise ValueError(f"{hits} of {trials} is no share")
     share, z = hits / trials, _Z
     centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
     half = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials)) / (1 + z * z / trials)
