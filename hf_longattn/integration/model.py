@@ -321,19 +321,19 @@ def describe(model: nn.Module) -> Description:
         elif method.config is None:
             rows.append((layer.name, "unchanged", f"{method.reason}, {_runs(layer.module.config)}"))
         else:
-            rows.append((layer.name, written(method.config.methods), _how(method)))
+            rows.append((layer.name, written(method.config.methods), _how(method, method.config)))
     known = None if view.target is None else recorded(view.target, view.target.longattn)
     own = own_temperature(view, [x for x in view.candidates if not x.why_not] or view.candidates) if view.candidates else None
     return Description(view.name, view.running, tuple(rows), known, own)
 
 
-def _how(method: LayerMethod) -> str:
-    parts = [f"backend {method.config.backend}"] if method.config is not None else []
+def _how(method: LayerMethod, config: LongAttnConfig) -> str:
+    parts = [f"backend {config.backend}"]
     if method.reason:
         parts.append(f"not remapped: {method.reason}")
     elif method.rotary is not None and not method.rotary.verified:
         parts.append("rotation verified at the first call")
-    elif method.config is not None and method.config.backend in ("auto", "fused", "tiled") and _turns_keys(method.config):
+    elif config.backend in ("auto", "fused", "tiled") and _turns_keys(config):
         parts.append("keys in a DynamicCache turned once on a CPU")
     return ", ".join(parts)
 

@@ -80,19 +80,16 @@ def register_combination(implementation: Any) -> None:
 
 def hint(name: Any) -> str:
     """Suggest a name in place of one that Transformers does not know, if it looks like a method's."""
-    parts = methods_in(name).split("+") if isinstance(name, str) else []
+    if not isinstance(name, str):
+        return ""
+    parts = methods_in(name).split("+")
+    unknown = [x for x in parts if x not in list_methods()] if len(parts) > 1 else parts
+    if name.startswith(PREFIX) and unknown:
+        return from_elsewhere(unknown[0])
     if len(parts) > 1:
-        unknown = [x for x in parts if x not in list_methods()]
-        if name.startswith(PREFIX) and unknown:
-            return from_elsewhere(unknown[0])
-        return (
-            f"{', '.join(map(repr, unknown))} is no method; {''.join(map(meant, unknown))}"
-            if len(unknown) < len(parts)
-            else ""
-        )
-    if isinstance(name, str) and name.startswith(PREFIX):
-        return from_elsewhere(parts[0])
-    likely = (meant(parts[0]) or did_you_mean(parts[0], (CUSTOM,))) if parts and parts[0] not in STOCK else ""
+        said = f"{', '.join(map(repr, unknown))} is no method; {''.join(map(meant, unknown))}"
+        return said if len(unknown) < len(parts) else ""
+    likely = "" if parts[0] in STOCK else meant(parts[0]) or did_you_mean(parts[0], (CUSTOM,))
     return f"{likely}methods of hf_longattn: {', '.join(sorted((CUSTOM, *list_methods())))}" if likely else ""
 
 

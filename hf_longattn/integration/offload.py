@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..slots.learned import container_of
+from ..slots.learned import container_of, tensors_of
 from .internals import placing_hooks
 from .layers import View
 
@@ -39,20 +39,14 @@ def refuse_to_save(model: nn.Module) -> None:
         )
 
 
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    """A module's parameters, then its buffers: packed weights are either."""
-    yield from module.parameters()
-    yield from module.buffers()
-
-
 def dtype_of(module: nn.Module) -> torch.dtype | None:
     """Return the dtype that a module computes in, by its tensors beside quantised weights; None: they do not show it."""
-    return next((x.dtype for x in _tensors(module) if x.is_floating_point() and x.dtype.itemsize > 1), None)
+    return next((x.dtype for _, x in tensors_of(module) if x.is_floating_point() and x.dtype.itemsize > 1), None)
 
 
 def device_of(module: nn.Module, model: nn.Module) -> torch.device:
     """Return the device of a module's weights when it is called; of a module without weights, its model's."""
-    own = next(itertools.chain(_tensors(module), _tensors(model))).device
+    own = next(itertools.chain(tensors_of(module), tensors_of(model)))[1].device  # packed weights may be buffers
     hooks = (hook for m in module.modules() for hook in placing_hooks(m)) if own.type == "meta" else ()
     return next((torch.device(x.execution_device) for x in hooks if x.execution_device is not None), own)
 

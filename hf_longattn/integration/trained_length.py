@@ -49,9 +49,8 @@ class Trained:
         return self.reason if self.assumed is None else f"{self.reason} ({self.assumed})"
 
     def __str__(self) -> str:
-        return (
-            f"trained length unknown: {self.reason}" if self.length is None else f"trained at {self.length:,}: {self.reason}"
-        )
+        known = "trained length unknown" if self.length is None else f"trained at {self.length:,}"
+        return f"{known}: {self.reason}"
 
 
 def rope_settings(config: Any, layer_type: str | None = None) -> Mapping[str, Any]:

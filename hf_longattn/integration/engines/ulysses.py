@@ -71,11 +71,9 @@ def group_of(module: nn.Module) -> Any:
 
 def rank_and_world(module: nn.Module) -> tuple[int, int] | None:
     """This process's rank among those that share a sequence, and their number; None where none is split."""
-    if (group := group_of(module)) is not None:
-        return torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-    if (group := deepspeed_group()) is None:
-        return None
-    return torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    group = group_of(module)
+    group = deepspeed_group() if group is None else group
+    return None if group is None else (torch.distributed.get_rank(group), torch.distributed.get_world_size(group))
 
 
 def is_exchanged(layer_call: LayerCall, query: Tensor, key: Tensor) -> bool:

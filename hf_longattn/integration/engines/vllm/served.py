@@ -157,5 +157,6 @@ def _small(text: Any) -> Any:
     small |= {"vocab_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 2 * head_dim}
     small |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "longattn", "attn_implementation"))
     small = {key: value for key, value in small.items() if key in settings or value is None}
-    small |= dict.fromkeys(("quantization_config",)) if "quantization_config" in settings else {}
+    if "quantization_config" in settings:
+        small["quantization_config"] = None
     return type(text).from_dict(settings | small)
