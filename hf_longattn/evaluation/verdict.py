@@ -100,18 +100,16 @@ def summary(results: Readings) -> str:
     sentences = []
     if not result:
         sentences.append(f"Only the unmodified model has been measured at {longest:,} tokens yet.")
-    else:
-        changed = [s for s in result if s not in same]
-        if changed:
-            best = min(changed, key=lambda s: result[s][0])
-            against = f"{best}, {signed(result[best])} nats per token against the unmodified model"
-            lower = result[best][0] < 0
-            nothing = "no setting has a lower loss than the unmodified model" + ", by more than chance" * lower
-            said = "the lowest loss is that of" if lower and certain(result[best]) else f"{nothing}; nearest is"
-            sentences.append(f"At {longest:,} tokens {said} {against}.")
-        if same:
-            sentences.append(f"Equal to the unmodified model in every loss, to three digits: {', '.join(same)}. {_BY_DESIGN}")
     changed = [s for s in others if s not in same]
+    if there := [s for s in changed if s in result]:
+        best = min(there, key=lambda s: result[s][0])
+        against = f"{best}, {signed(result[best])} nats per token against the unmodified model"
+        lower = result[best][0] < 0
+        nothing = "no setting has a lower loss than the unmodified model" + ", by more than chance" * lower
+        said = "the lowest loss is that of" if lower and certain(result[best]) else f"{nothing}; nearest is"
+        sentences.append(f"At {longest:,} tokens {said} {against}.")
+    if same:
+        sentences.append(f"Equal to the unmodified model in every loss, to three digits: {', '.join(same)}. {_BY_DESIGN}")
     costs = {s: (d, n) for s in changed for n in results.within if (d := results.difference(s, n))}  # the longest there is
     if costs:
         message = "; ".join(f"{s} {signed(d)} at {n:,}" for s, (d, n) in costs.items())
@@ -202,7 +200,7 @@ def _taken(results: Readings) -> str:
         least = f"{TOLERANCE:g} nats" if all(math.isnan(half) for _, half in apart) else "chance"
         return f"Take the model as it is: no setting differs from it by more than {least}. " * nothing + summary(results)
     against = [f"{text} {signed(found)}" for text, _, found in judged(results, first) if found]
-    after = f" Next: {others[0]}." if others[:1] not in ([], [UNMODIFIED]) else ""
+    after = f" Next: {others[0]}." if others and others[0] != UNMODIFIED else ""
     return f"Take {first}. In nats per token, against the unmodified model: {'; '.join(against)}.{after}"
 
 

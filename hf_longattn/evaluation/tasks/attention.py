@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
@@ -22,7 +22,7 @@ from ..rows import Row
 from ..settings import Setting
 from .base import Task
 
-#: Quantities of the tables: name, column, decimals.
+#: Quantities of the tables, and what their columns are called.
 COLUMNS = {
     "entropy": "entropy (nats)",
     "local_mass": "last 100 keys",
@@ -119,18 +119,14 @@ def _told(rows: Mapping[str, Row], text: str, length: int, command: str, beside:
     about = {"protocol": protocol, "command": command}
     first, file = next(iter(results.values())), f"-{number + 1}" if number else ""
     tables = [_summary(results)] + ([_by_distance(results)] if "range_mass" in first.values else [])
-    parts = [Section(f"Attention{beside}", _text(first), tables, _figures(results, file), **about)]
+    means = f"Means over query rows, heads and {len(first.layers)} layers"
+    said = "; ".join([means, *(m for q, m in MEANINGS.items() if q in first.values)])
+    parts = [Section(f"Attention{beside}", f"{said}.", tables, _figures(results, file), **about)]
     by_head = {name: heads for name, heads in results.items() if heads.values.keys() & COLUMNS.keys()}
     tables = [_by_layer(name, result) for name, result in by_head.items()]
     if tables:
         parts.append(Section(f"Attention by layer{beside}", "Means over heads.", tables, _heads(first, file), **about))
     return parts
-
-
-def _text(result: Diagnostics) -> str:
-    """Explain the numbers."""
-    means = f"Means over query rows, heads and {len(result.layers)} layers"
-    return f"{'; '.join([means, *(m for q, m in MEANINGS.items() if q in result.values)])}."
 
 
 def _summary(results: BySetting) -> Table:
@@ -189,9 +185,7 @@ def _figures(results: BySetting, file: str) -> list[Figure]:
             f"Attention by distance, {where}. Level is scale-invariant. The first token and distance 0 are in the table alone."
         )
         figures.append(Figure(f"attention-by-distance{file}", drawn, "Share of attention in each range of distances", caption))
-    if any(
-        float(heads["temperature_share"].nan_to_num().max()) > 0 for heads in results.values() if "temperature" in heads.values
-    ):
+    if "temperature_share" in _used(results):
         lines = {name: _by_length(result, result["temperature_share"]) for name, result in results.items()}
         drawn = curves(lines, "length of the text so far (tokens)", "share of rows", log_x=True, limits=(-0.02, 1.02))
         caption = "Share of query rows in which a temperature changes the logits."
@@ -206,9 +200,10 @@ def _figures(results: BySetting, file: str) -> list[Figure]:
         )
         figures.append(Figure(f"attention-outputs{file}", drawn, "Deviation of outputs against length", caption))
     if "qq" in first.values:
-        lines = {"Gaussian": [(z, z) for z in first.z]} | {
-            f"layer {first.layers[n]}": list(zip(first.z, first["qq"][n].mean(0).tolist(), strict=True)) for n in _some(first)
-        }
+        last = len(first.layers) - 1
+        lines = {"Gaussian": [(z, z) for z in first.z]}
+        for n in sorted({0, last // 3, 2 * last // 3, last}):
+            lines[f"layer {first.layers[n]}"] = list(zip(first.z, first["qq"][n].mean(0).tolist(), strict=True))
         drawn = curves(lines, "quantile of a Gaussian", "quantile of the logits", title=next(iter(results)))
         caption = "Standardised logits without the sink, mean over heads. Scale-invariant attention assumes the diagonal."
         figures.append(Figure(f"attention-qq{file}", drawn, "Quantiles of logits against those of a Gaussian", caption))
@@ -233,11 +228,6 @@ def _by_length(result: Diagnostics, values: Tensor) -> list[tuple[float, float]]
     """(length, mean over layers and heads) of each group of rows, at its lower end."""
     means = values.mean((0, 1)).tolist()
     return [(n, x) for n, x in zip(result.lengths, means, strict=True) if x == x and abs(x) != float("inf")]
-
-
-def _some(result: Diagnostics) -> Sequence[int]:
-    last = len(result.layers) - 1
-    return sorted({0, last // 3, 2 * last // 3, last})
 
 
 def _shares(result: Diagnostics) -> list[tuple[tuple[int, int], float]]:
