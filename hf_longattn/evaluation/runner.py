@@ -101,9 +101,8 @@ class Runner:
             options.dtype = checkpoint.precision(options.dtype, options.device)
         self._given = OneModel(checkpoint, options.dtype, options.device) if checkpoint.is_loaded else None
         kinds = {name: task_of(name) for name in (ALIASES.get(t, t) for t in options.tasks or ())}
-        head, within, prefixed, cut = (
-            any(getattr(kind, flag) for kind in kinds.values()) for flag in ("head", "within", "prefixed", "documents")
-        )
+        head, within = any(kind.head for kind in kinds.values()), any(kind.within for kind in kinds.values())
+        prefixed, cut = any(kind.prefixed for kind in kinds.values()), any(kind.documents for kind in kinds.values())
         if options.lengths:
             checkpoint.check_lengths(options.lengths)
         elif within:

@@ -40,9 +40,9 @@ def pyplot() -> Any:
     return pyplot
 
 
-def canvas(width: float, height: float) -> tuple[Any, Any]:
-    """An empty matplotlib figure of that many inches and its axes; a notebook shows the figure, and no window opens."""
-    figure = _notebook_figure()(figsize=(width, height), layout="constrained")
+def canvas(height: float) -> tuple[Any, Any]:
+    """An empty matplotlib figure, so many inches high, and its axes; a notebook shows the figure, and no window opens."""
+    figure = _notebook_figure()(figsize=(4.8, height), layout="constrained")
     return figure, figure.subplots()
 
 
@@ -86,7 +86,7 @@ def curves(
         limits: of the y axis; from the data if None.
         errors: half-widths of intervals around each line's points; NaN for none.
     """
-    figure, axes = canvas(4.8, 4.2)
+    figure, axes = canvas(4.2)
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     for i, ((name, points), own) in enumerate(zip(lines.items(), styles(list(lines)), strict=True)):
@@ -134,18 +134,10 @@ def as_written(name: str) -> str:
 
 def _mark(axes: Any, mark: Mapping[str, float]) -> None:
     """Vertical dotted lines."""
+    upright = {"fontsize": 8, "ha": "right", "va": "top", "rotation": 90, "color": "#444444"}
     for label, x in mark.items():
         axes.axvline(x, color="#666666", linestyle=":", linewidth=1)
-        axes.annotate(
-            label,
-            (x, 0.99),
-            xycoords=("data", "axes fraction"),
-            fontsize=8,
-            ha="right",
-            va="top",
-            rotation=90,
-            color="#444444",
-        )
+        axes.annotate(label, (x, 0.99), xycoords=("data", "axes fraction"), **upright)
 
 
 def in_powers_of_two(axes: Any, ticks: Sequence[float]) -> None:
@@ -174,7 +166,7 @@ def heat_map(
         limits: the ends of the colour scale; unit: its label.
     """
     grid = [[float("nan") if v is None else v for v in row] for row in values]
-    figure, axes = canvas(4.8, 1.6 + 0.36 * len(rows))
+    figure, axes = canvas(1.6 + 0.36 * len(rows))
     image = axes.imshow(grid, cmap="cividis", vmin=limits[0], vmax=limits[1], aspect="auto")
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), rows)

@@ -21,7 +21,7 @@ TASK_NAMES = (*HAYSTACK_TASKS, *LINE_TASKS)
 class NeedleGrid:
     """One needle a text, at `depths` places from first to last: sample i has depth i modulo their number."""
 
-    def __init__(self, tokenizer: Any, haystack: str | Tensor, depths: int = 5, seed: int = 0, bos: str = "auto") -> None:
+    def __init__(self, tokenizer: Any, haystack: str | Tensor, depths: int, seed: int, bos: str) -> None:
         if depths < 2:
             raise ValueError(f"a grid of depths needs at least 2, got {depths}")
         self.task, self.depths = NeedleTask(tokenizer, haystack, needles=1, seed=seed, bos=bos), depths

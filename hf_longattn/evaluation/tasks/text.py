@@ -49,7 +49,7 @@ class LineTask:
         bos: see `Encoder`.
     """
 
-    def __init__(self, tokenizer: Any, make: Maker, least: int, seed: int = 0, bos: str = "auto") -> None:
+    def __init__(self, tokenizer: Any, make: Maker, least: int, seed: int, bos: str) -> None:
         self.encode, self.make, self.least, self.seed = Encoder(tokenizer, bos), make, least, seed
 
     def check(self, length: int) -> None:
