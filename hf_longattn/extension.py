@@ -85,10 +85,8 @@ def extend(
     facts = facts_for(view, LongAttnConfig(train_length=told))
     config = _default(facts, length, purpose, parameters) if asked is None else asked
     if known and told == parameters.get("train_length"):
-        facts, config = (
-            dataclasses.replace(facts, train_length_source=known),
-            dataclasses.replace(config, train_length_source=known),
-        )
+        facts = dataclasses.replace(facts, train_length_source=known)
+        config = dataclasses.replace(config, train_length_source=known)
     _check(view, config, facts, length)
     longer = dataclasses.replace(config, extended_to=length)
     if replaced is not None:

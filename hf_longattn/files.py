@@ -69,12 +69,6 @@ def written_aside(folder: Path, stale: Iterable[str] = ()) -> Iterator[Path]:
 
 def disk_full(error: BaseException) -> bool:
     """Tell whether a library failed to write a file for want of space."""
-    number = getattr(error, "errno", None)
-    said = str(error)
-    words = (
-        "No space left on device",
-        "unexpected pos",
-        "failed writing file",
-        "iostream error",
-    )  # the last three torch.save's
-    return number in (errno.ENOSPC, errno.EDQUOT) or (isinstance(error, Exception) and any(x in said for x in words))
+    words = ("No space left on device", "unexpected pos", "failed writing file", "iostream error")  # all but the first torch's
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+    return full or (isinstance(error, Exception) and any(word in str(error) for word in words))

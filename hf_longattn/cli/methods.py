@@ -93,9 +93,10 @@ def _one(name: str, made: Method) -> None:
         rows.append((p, value if value == usual else f"{value} (default {usual})", said.get(p, "")))
     _columns(rows if rows[1:] else [("It has no parameters.",)])
     fixed = [f"{key}={word(value)}" for key, value in fixed_by(name).items()]
-    for line in [f"It is {kind.name} with {', '.join(fixed)}." * bool(fixed), f"Paper: {kind.paper}" * bool(kind.paper)]:
-        if line:
-            say(line)
+    if fixed:
+        say(f"It is {kind.name} with {', '.join(fixed)}.")
+    if kind.paper:
+        say(f"Paper: {kind.paper}")
 
 
 def _said(kind: type) -> dict[str, str]:

@@ -150,13 +150,10 @@ class Prefixes:
 def reading_under(model: Any, setting: Setting, prefix: Setting) -> LongAttnConfig:
     """What a setting's model gets to read the text before the targets; see `reading`."""
     method = reading(running(model) or NO_METHOD, prefix)
-    return method if setting.rope is None else _stacked(method)
-
-
-def _stacked(config: LongAttnConfig) -> LongAttnConfig:
-    """A config whose methods act beside a rotation that a setting scales."""
-    takes = [m for m in config.methods if "stack" in {f.name for f in dataclasses.fields(m)}]
-    return config.replace(**{m.slot: dataclasses.replace(m, stack=True) for m in takes})  # type: ignore[call-arg]
+    if setting.rope is None:
+        return method
+    beside = [m for m in method.methods if "stack" in {f.name for f in dataclasses.fields(m)}]  # a rotation that it scales
+    return method.replace(**{m.slot: dataclasses.replace(m, stack=True) for m in beside})  # type: ignore[call-arg]
 
 
 def reading(own: LongAttnConfig, prefix: Setting) -> LongAttnConfig:

@@ -35,7 +35,8 @@ def examine(model: str, dtype: str = "auto", device: str = "cpu", weights: bool 
         ValueError: a file of it, or of the base of an adapter, is damaged.
     """
     yield from installed_versions()
-    adapter = PreTrainedConfig.get_config_dict(model, _configuration_file=ADAPTER_FILE)[0] if _adapter(model) else {}
+    file = cached_file(model, ADAPTER_FILE, _raise_exceptions_for_missing_entries=False)
+    adapter = {} if file is None else PreTrainedConfig.get_config_dict(model, _configuration_file=ADAPTER_FILE)[0]
     base = adapter.get("base_model_name_or_path") or model
     saved = PreTrainedConfig.get_config_dict(base)[0]
     own = method_in(saved)
@@ -139,7 +140,3 @@ def what_is_taken(config: Any, told: int | None) -> Finding:
         return Finding("methods", f"none can be put in: {next(iter(refusals))}", PROBLEM)
     refused = "".join(f". Refused: {', '.join(names)}: {why}" for why, names in refusals.items())
     return Finding("methods", f"hf_longattn.apply puts in: {', '.join(works)}{refused}", LIMIT)
-
-
-def _adapter(model: str) -> bool:
-    return cached_file(model, ADAPTER_FILE, _raise_exceptions_for_missing_entries=False) is not None

@@ -133,11 +133,8 @@ class OneModel:
         if setting.rope is not None or setting.adapter is not None or setting.model is not None:
             return load_setting(setting, self.checkpoint, self.dtype, self.device)
         if self.was is None:
-            given = self.checkpoint.is_loaded
-            loaded = (
-                self.checkpoint.model if given else load_setting(Setting(UNMODIFIED), self.checkpoint, self.dtype, self.device)
-            )
-            self.was = AsItWas(loaded)
+            given, plain = self.checkpoint, Setting(UNMODIFIED)
+            self.was = AsItWas(given.model if given.is_loaded else load_setting(plain, given, self.dtype, self.device))
         self.put_back()
         if setting.config is not None:
             with no_untrained_warning():

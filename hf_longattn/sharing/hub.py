@@ -329,7 +329,7 @@ def files(directory: Path, repo_id: str, facts: Facts, base_model: str | None = 
         if _ours(text):  # it was written for a folder, from which nobody else can load
             with _reading(readme):
                 card = ModelCard(LOADING.sub(rf'\g<1>"{repo_id}"', text, count=1))
-            _call(card, repo_id.rpartition("/")[2])
+            _retitle(card, repo_id.rpartition("/")[2])
             card.data["license"] = facts.license or card.data.get("license")
             if base_model:
                 card.data["base_model"] = base_model
@@ -365,7 +365,7 @@ def _check_name(base_model: str | None) -> None:
         )
 
 
-def _call(card: ModelCard, title: str) -> None:
+def _retitle(card: ModelCard, title: str) -> None:
     """Let a card of ours be titled as its repository, unless its maker wrote another title."""
     was = card.data.get("model_name")
     if was and f"\n# {was}\n" in card.text:

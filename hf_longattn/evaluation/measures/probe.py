@@ -99,13 +99,8 @@ def probe(model: Any, input_ids: Tensor, distances: Sequence[int]) -> Probe:
         position_ids = torch.arange(TOKENS, device=read.device)[None]
         position_ids[:, BEFORE:] += distance - LEAST
         for i, ids in enumerate(read.split(1)):
-            hidden = hidden_of(
-                model,
-                input_ids=ids,
-                attention_mask=masks_of_jumps(model, ids, position_ids),
-                position_ids=position_ids,
-                use_cache=False,
-            )[:, BEFORE:-1]
+            given = {"attention_mask": masks_of_jumps(model, ids, position_ids), "position_ids": position_ids}
+            hidden = hidden_of(model, input_ids=ids, use_cache=False, **given)[:, BEFORE:-1]
             losses = torch.nn.functional.cross_entropy(logits_of(model, hidden)[0], ids[0, BEFORE + 1 :], reduction="none")
             text[i, n] = losses[: AFTER - 1].mean()
             copies[i, n] = losses[AFTER - 1 + SKIP :].mean()

@@ -151,16 +151,9 @@ def _maps(results: Readings, name: str, lengths: Sequence[int]) -> list[Figure]:
             for r in results.of(s, name):
                 for a in r["answers"]:
                     cells[row_of(a["depth"])][lengths.index(r["length"])].append(value(a))
-            drawn = heat_map(
-                [[mean_of(cell) for cell in row] for row in cells],
-                labels,
-                [tokens_shown(n) for n in lengths],
-                "length (tokens)",
-                "depth of the needle",
-                f"{s}: {kind}",
-                limits,
-                unit,
-            )
+            means, columns = [[mean_of(cell) for cell in row] for row in cells], [tokens_shown(n) for n in lengths]
+            axes = "length (tokens)", "depth of the needle"
+            drawn = heat_map(means, labels, columns, *axes, f"{s}: {kind}", limits, unit)
             alt = f"Heat map of {kind} by length and depth of the needle under {s}"
             figures.append(Figure(f"{name}-{i:02d}-{kind}", drawn, alt, f"{s}: {kind}; all maps of a kind share one scale."))
     return figures

@@ -76,21 +76,13 @@ class WrittenAnswers(Task):
             return torch.tensor([done(text(ids))], device=ids.device)
 
         greedy: dict[str, Any] = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "max_length": None}
-        greedy["return_dict_in_generate"] = False
+        greedy |= {"return_dict_in_generate": False, "max_new_tokens": new_tokens, "stopping_criteria": [stop]}
         if read is not None:  # whatever the model's generation config says of caches
             greedy |= {CACHE: read, "use_cache": True, "cache_implementation": None, "prompt_lookup_num_tokens": None}
         elif any(layer.kind == "window" for layer in candidates_of(model)):
             greedy["prefill_chunk_size"] = CHUNK
         ids = torch.tensor([prompt], device=model.device)
-        return text(
-            model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=new_tokens,
-                stopping_criteria=[stop],
-                **greedy,
-            )
-        )
+        return text(model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **greedy))
 
     @staticmethod
     def format_row(row: Row) -> str:
