@@ -76,17 +76,20 @@ def edges(length: int) -> list[int]:
 
 def windows_of(held_out: Tensor, length: int, budget: int, start: Sequence[int] = ()) -> Tensor:
     """(windows, length): about `budget` tokens, spread evenly over the text, each behind `start`; at least one window."""
-    available = len(held_out) // length
-    count = min(max(budget // length, 1), available)
-    starts = [i * available // count * length for i in range(count)]
+    count = _windows_in(held_out, length, budget)
+    starts = [i * (len(held_out) // length) // count * length for i in range(count)]
     return torch.stack([torch.cat([held_out.new_tensor(start), held_out[s : s + length - len(start)]]) for s in starts])
 
 
-def tokens_read(recipe: Recipe, data: Data, lengths: Sequence[int]) -> int:
-    """Count the tokens that `held_out_sums` reads."""
+def _windows_in(held_out: Tensor, length: int, budget: int) -> int:
+    return min(max(budget // length, 1), len(held_out) // length)
+
+
+def texts_read(recipe: Recipe, data: Data, lengths: Sequence[int]) -> list[int]:
+    """The length of every text that `held_out_sums` reads."""
     if data.test_task is not None:
-        return recipe.evaluation.samples * sum(lengths)
-    return sum(min(max(recipe.evaluation.tokens // n, 1), len(data.held_out) // n) * n for n in lengths)
+        return [n for n in lengths for _ in range(recipe.evaluation.samples)]
+    return [n for n in lengths for _ in range(_windows_in(data.held_out, n, recipe.evaluation.tokens))]
 
 
 def _needle(model: Any, task: NeedleTask, index: int, length: int) -> Tensor:

@@ -10,16 +10,15 @@ from typing import Any
 
 from ..config import LongAttnConfig
 from ..evaluation.checkpoints import Checkpoint
-from ..evaluation.measures.probe import TOKENS
 from ..evaluation.rows import Row, write_whole
 from ..integration import apply, get_config
 from ..integration.model import no_untrained_warning
 from ..integration.saved_method import has_learned
 from ..sharing.card import Facts
 from ..sharing.hub import write_card
-from .held_out import tokens_read
+from .held_out import texts_read
 from .preflight import Prepared
-from .reach import AFTER, BEFORE, PASSAGES, PICTURE_FILE, UNTRAINED, picture
+from .reach import AFTER, BEFORE, PICTURE_FILE, UNTRAINED, picture
 from .trainer import RecipeTrainer
 
 
@@ -34,9 +33,7 @@ def measured(
     """
     recipe, original = prepared.recipe, prepared.original
     name, yarn, _ = prepared.yarn
-    each = tokens_read(recipe, prepared.data, prepared.final_lengths) + len(prepared.back) * PASSAGES * TOKENS
-    total = each * prepared.compared
-    total += tokens_read(recipe, prepared.data, recipe.final_lengths) if yarn else 0
+    total = sum(prepared.read_at_the_end) + (sum(texts_read(recipe, prepared.data, recipe.final_lengths)) if yarn else 0)
     losses: dict[str, dict[int, dict[str, Any]]] = {}
     reach: dict[str, list[Row]] = {}
     with trainer.reading("Measuring", total) as bar:

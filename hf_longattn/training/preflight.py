@@ -24,7 +24,7 @@ from ..integration.trained_length import recorded
 from ..slots.method import Method
 from . import estimate
 from .data import Data
-from .held_out import tokens_read
+from .held_out import texts_read
 from .models import put_adapter, put_method
 from .reach import BEFORE, PASSAGES, PROBED, distances
 from .recipe import Evaluation, Recipe, Skip
@@ -145,8 +145,7 @@ class Prepared:
     @property
     def read_at_the_end(self) -> list[int]:
         """The length of every text that is read once the model is trained."""
-        texts = [n for n in self.final_lengths for _ in range(tokens_read(self.recipe, self.data, [n]) // n)]
-        texts += [TOKENS] * (len(self.back) * PASSAGES)
+        texts = texts_read(self.recipe, self.data, self.final_lengths) + [TOKENS] * (len(self.back) * PASSAGES)
         return texts * self.compared
 
     @property
@@ -178,7 +177,7 @@ class Prepared:
         recipe, args = self.recipe, self.args
         every = args.eval_steps if args.eval_strategy.value == "steps" else 0
         times = args.max_steps // math.ceil(every if every >= 1 else every * args.max_steps) if every else 0
-        return [n for n in recipe.lengths for _ in range(tokens_read(recipe, self.data, [n]) // n)] * times
+        return texts_read(recipe, self.data, recipe.lengths) * times
 
 
 def prepare(recipe: Recipe, *, resume: bool = False) -> Prepared:

@@ -23,7 +23,7 @@ from ..evaluation.rows import Row
 from ..integration import update
 from ..integration.engines.ulysses import split_sequence, unsplit
 from .data import Data, collated
-from .held_out import Tick, held_out_sums, metrics, tokens_read
+from .held_out import Tick, held_out_sums, metrics, texts_read
 from .loss import PARTS
 from .reach import probed
 from .recipe import Recipe, Strength
@@ -143,7 +143,8 @@ class RecipeTrainer(Trainer):
 
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
         """Held-out loss (and needle accuracy) at every length of the recipe; `eval_loss` is that at the training length."""
-        with self.reading("Held-out text", tokens_read(self.recipe, self.data, self.recipe.lengths), leave=False) as bar:
+        total = sum(texts_read(self.recipe, self.data, self.recipe.lengths))
+        with self.reading("Held-out text", total, leave=False) as bar:
             result = self.held_out_metrics(self.recipe.lengths, bar.update)
         out = {f"{metric_key_prefix}_{k}_{n}": m[k] for n, m in result.items() for k in ("loss", "accuracy") if k in m}
         at = self.recipe.length if self.recipe.length in result else min(result)
