@@ -73,8 +73,6 @@ class Way(Setting):
 _LISTED: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 _GROUPS = ("untrained", "trained", "otherwise", "swept")
 UNTRAINED, TRAINED, OTHERWISE, SWEPT = ({n: Way.entry("", way) for n, way in _LISTED[group].items()} for group in _GROUPS)
-LORA_RATE = 3e-3  # of the ways that say "lora" alone
-SWEEP = (1.0, 10.0, 100.0, 1000.0)  # of τ
 QK_NORMED = {QK + name: replace(TRAINED[name], qk_norm=True) for name in _LISTED["on_qk"]}
 UNTRAINED_QK = {QK + n: replace(way, qk_norm=True) for n, way in UNTRAINED.items() if n not in ("control", "rerope+weak_map")}
 UNTRAINED_QK[f"{QK}yarn16+logn"] = replace(Way.parse("logn:stack=true@yarn:16"), qk_norm=True)  # beside YaRN's temperature

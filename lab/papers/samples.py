@@ -9,34 +9,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+#: Classes of items; of a dictionary its keys, and classes of its values.
+CLASSES, KEYS, VALUES = 10, 16384, 64
 
-def max_retrieval(
-    items: int, batch: int, generator: torch.Generator, classes: int = 10, device: torch.device | str = "cpu"
-) -> tuple[Tensor, Tensor, Tensor]:
+
+def max_retrieval(items: int, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Items with a priority in [0, 1) and a class; the answer is the class of the highest priority.
 
-    Args:
-        generator: on the CPU, whatever `device`, so that a seed means the same draw everywhere.
-
     Returns:
-        features (batch, items, 1 + classes), float32: the priority, then the class one-hot; a query (batch, 1), uniform in
+        features (batch, items, 1 + CLASSES), float32: the priority, then the class one-hot; a query (batch, 1), uniform in
         [0, 1), which the answer does not depend on; the answers (batch,), int64.
     """
     priority = torch.rand(batch, items, generator=generator)
-    label = torch.randint(classes, (batch, items), generator=generator)
+    label = torch.randint(CLASSES, (batch, items), generator=generator)
     query = torch.rand(batch, 1, generator=generator)
-    features = torch.cat([priority[..., None], torch.nn.functional.one_hot(label, classes).float()], -1)
-    answer = label.gather(1, priority.argmax(1, keepdim=True))[:, 0]
-    return features.to(device), query.to(device), answer.to(device)
+    features = torch.cat([priority[..., None], torch.nn.functional.one_hot(label, CLASSES).float()], -1)
+    return features, query, label.gather(1, priority.argmax(1, keepdim=True))[:, 0]
 
 
 def dictionary_lookup(
-    items: int,
-    batch: int,
-    generator: torch.Generator,
-    keys: int = 16384,
-    values: int = 64,
-    device: torch.device | str = "cpu",
+    items: int, batch: int, generator: torch.Generator, keys: int = KEYS
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Items with a key class, drawn without replacement, and a value class; the answer is the value of the query's key.
 
@@ -49,7 +41,6 @@ def dictionary_lookup(
     if items > keys:
         raise ValueError(f"{items} items need as many different keys; there are {keys}")
     key = torch.stack([torch.randperm(keys, generator=generator)[:items] for _ in range(batch)])
-    value = torch.randint(values, (batch, items), generator=generator)
+    value = torch.randint(VALUES, (batch, items), generator=generator)
     asked = torch.randint(items, (batch, 1), generator=generator)
-    query, answer = key.gather(1, asked)[:, 0], value.gather(1, asked)[:, 0]
-    return key.to(device), value.to(device), query.to(device), answer.to(device)
+    return key, value, key.gather(1, asked)[:, 0], value.gather(1, asked)[:, 0]

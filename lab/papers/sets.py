@@ -20,9 +20,8 @@ from hf_longattn.core.geometry import AttentionLayout
 from hf_longattn.methods import AdaptiveTemperature
 from hf_longattn.slots.method import ModelFacts
 from lab.papers.experiment import Run, Settings, experiment
-from lab.papers.samples import dictionary_lookup, max_retrieval
+from lab.papers.samples import CLASSES, KEYS, VALUES, dictionary_lookup, max_retrieval
 
-CLASSES, KEYS, VALUES = 10, 16384, 64
 #: Items in memory at a time when large sets are measured.
 CHUNK = 1 << 14
 NORMS = {

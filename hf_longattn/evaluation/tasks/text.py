@@ -102,20 +102,20 @@ def multi_key(rng: random.Random, count: int) -> Draft:
     return Draft(lines, question, f" {numbers[target]}", target)
 
 
-def max_retrieval(rng: random.Random, count: int, classes: int = 10) -> Draft:
-    """Items with a priority and a class; the class of the highest priority is asked for."""
+def max_retrieval(rng: random.Random, count: int) -> Draft:
+    """Items with a priority and one of ten classes each; the class of the highest priority is asked for."""
     priorities = rng.sample(range(10_000, 10_000 + max(90_000, 10 * count)), count)
-    labels = [rng.randrange(classes) for _ in range(count)]
+    labels = [rng.randrange(10) for _ in range(count)]
     lines = [f"Priority {p}, class {c}.\n" for p, c in zip(priorities, labels, strict=True)]
     best = priorities.index(max(priorities))
     question = "Which class does the item of the highest priority have? The item of the highest priority has class"
     return Draft(lines, question, f" {labels[best]}", best)
 
 
-def dictionary_lookup(rng: random.Random, count: int, values: int = 64) -> Draft:
+def dictionary_lookup(rng: random.Random, count: int) -> Draft:
     """A dictionary of different keys with one of 64 values each; one key is looked up."""
     keys, target = words(rng, count), rng.randrange(count)
-    held = [rng.randrange(values) for _ in keys]
+    held = [rng.randrange(64) for _ in keys]
     lines = [f"{key}: {value}\n" for key, value in zip(keys, held, strict=True)]
     return Draft(lines, f"\nThe entry again.\n{keys[target]}:", f" {held[target]}", target)
 
