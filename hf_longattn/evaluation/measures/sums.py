@@ -267,8 +267,7 @@ def _quantiles(x: Tensor, weight: Tensor) -> Tensor:
     x, order = x.sort(-1)
     below = share[order].cumsum(-1) - share[order] / 2
     target = torch.special.ndtr(torch.tensor(Z, dtype=torch.float64, device="cpu")).expand(x.shape[0], -1)
-    right = torch.searchsorted(below.contiguous(), target.contiguous()).clamp(1, max(x.shape[1] - 1, 1))
-    right = right.clamp(max=x.shape[1] - 1)
+    right = torch.searchsorted(below.contiguous(), target.contiguous()).clamp(max=x.shape[1] - 1)
     left = (right - 1).clamp(min=0)
     a, b = below.gather(-1, left), below.gather(-1, right)
     way = ((target - a) / (b - a).clamp(min=1e-300)).clamp(0, 1)
