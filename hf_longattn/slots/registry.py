@@ -327,7 +327,7 @@ def meant(name: str) -> str:
         beyond = ", and the method yarn_beyond is YaRN beyond the trained length alone" if name.lower() == "yarn" else ""
         return (
             f"{name.lower()} is a position encoding: hf_longattn.rope.{name.lower()}(config, ...) before the model is loaded, "
-            f"@{name.lower()} in a setting (rope= in a recipe){beyond}; "
+            f"@{name.lower()} in a setting or in a recipe's method{beyond}; "
         )
     return did_you_mean(name, list_methods())
 

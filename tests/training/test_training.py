@@ -891,6 +891,7 @@ REFUSED = {
     "evaluation.lengths: this must be a list": ["evaluation.lengths=64"],
     "^Error: length: .* could not be converted to Integer": ["length=long"],
     "unknown method 'scale'": ["method=scale"],
+    "'yarn'; yarn is a position encoding: .*@yarn in a setting or in a recipe's method": ["method=yarn"],
     "no parameter 'tua'": ["method=scale_invariant:tua=3"],
     "there is no file 'missing.txt'": ["data=missing.txt"],
     "there is no file 'missing.md'": ["data=missing.md"],
