@@ -94,7 +94,8 @@ def _check_end(end: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[
     """Before a pass: refuse positions beyond a table of that length."""
     if torch.compiler.is_compiling():
         return
-    after = _before_and_after(module, args, kwargs)[2]
+    call = _named(module, args, kwargs)
+    _, after = _before_and_after(call, cache_in(call.values()))
     if not isinstance(after, Tensor) or readable(after):
         _refuse_beyond(int(after) - 1, end)
 
@@ -165,9 +166,9 @@ def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
 
 
-def _before_and_after(call: dict[str, Any], cache: Cache) -> tuple[Any, Any]:
+def _before_and_after(call: dict[str, Any], cache: Cache | None) -> tuple[Any, Any]:
     """How far texts reach before and after a call, as positions say or else the cache."""
-    before = cache.get_seq_length()
+    before = 0 if cache is None else cache.get_seq_length()
     if (positions := call.get("position_ids")) is not None:
         return positions[..., 0].max() * (before > 0), positions.max() + 1
     tokens = next((x for x in (call.get("input_ids"), call.get("inputs_embeds")) if x is not None), None)
