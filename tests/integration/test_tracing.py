@@ -65,7 +65,7 @@ def test_shapes_pass_through(family: str, case: str, where: str) -> None:
 @pytest.mark.parametrize("case", ["sinks", "rerope"])
 def test_shapes_leave_nothing_behind(case: str, tmp_path: Path) -> None:
     """The same model, with its tables and its verification, then computes as if nothing had been."""
-    SHARED.clear()
+    SHARED._kept.clear()
     stock("llama").save_pretrained(tmp_path)
     section = CASES[case].to_dict()
     m = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=CASES[case].name, longattn=section)
@@ -92,7 +92,7 @@ def test_weights_that_come_later_are_proven_then(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", [*KINDS, "rerope", "output_layer_norm"])
 def test_gradients_of_functions(case: str) -> None:
     """torch.func.grad of a model as a function of its parameters; what is kept from within must serve calls outside."""
-    SHARED.clear()
+    SHARED._kept.clear()
     m, ids = hf_longattn.apply(stock("llama"), CASES[case]).double(), tokens()
     parameters = {name: p.detach() for name, p in m.named_parameters()}
 
@@ -110,7 +110,7 @@ def test_gradients_of_functions(case: str) -> None:
 
 def test_gradients_of_the_function() -> None:
     query, key, value = inputs(q=9, k=9, d=8, seed=3)
-    SHARED.clear()
+    SHARED._kept.clear()
     for config in (CASES["sinks"], CASES["rerope"]):
         rotation = Rotation(torch.tensor([1.0, 0.1], dtype=torch.float64))
         got, want = (
