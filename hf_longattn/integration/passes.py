@@ -133,8 +133,11 @@ def _begin(state: AttentionState, renew: Renew, place: int, model: Any, args: tu
             verify_at_first_call(state, model)
         if state.arrangement is not None and state.arrangement.runs_other_forwards and state.disabled is None:
             check_by_few_tokens(state, model)
-        if state.remapped and state.disabled is None and positions is not None and positions.ndim > 2:
-            assert_later((positions == positions[:1]).all(), COMPILED)
+        if state.remapped and state.disabled is None:
+            if cache is not None and "axes" in known_of(cache):
+                _refuse_pictures(cache)
+            if positions is not None and positions.ndim > 2:
+                assert_later((positions == positions[:1]).all(), COMPILED)
         state.traced = ForwardContext(None, None, positions, weights, cache)
         return
     outer = current_pass()
@@ -175,6 +178,14 @@ def _refuse_broken_off(cache: Cache) -> None:
     if cache.get_seq_length():
         raise ValueError(_BROKEN_OFF)
     record_of(cache)["uneven"] = False
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _refuse_pictures(cache: Cache) -> None:
+    """Raise NotImplementedError for a cache of keys that are at several positions each, unless it was emptied."""
+    if cache.get_seq_length():
+        raise NotImplementedError(COMPILED)
+    del record_of(cache)["axes"]
 
 
 def _prepare(state: AttentionState, renew: Renew, model: Any) -> None:

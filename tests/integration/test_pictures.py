@@ -438,6 +438,11 @@ def test_masks_of_the_users_own_and_compiled_calls() -> None:
         text(input_ids=ids[:, 30:], position_ids=at[..., 30:], attention_mask=mask[:, :, 30:], **{CACHE: cache})
     with pytest.raises(Exception, match=r"several positions each.*call without torch.compile"):
         torch.compile(text, backend="eager")(input_ids=ids, position_ids=at, use_cache=False)
+    row = torch.arange(40).expand(3, 1, -1).clone()
+    row[:2, :, 6:10] = 6  # a picture of one row, behind which positions go on as cache indices do
+    cache = text(input_ids=ids[:, :30], position_ids=row[..., :30], use_cache=True)[CACHE]
+    with pytest.raises(NotImplementedError, match=r"several positions each.*call without torch.compile"):
+        torch.compile(text, backend="eager")(input_ids=ids[:, 30:31], position_ids=row[..., 30:31], **{CACHE: cache})
     text.layers[0].compile(backend="eager")
     with pytest.raises(NotImplementedError, match=r"several positions each.*call without torch.compile"):
         text(input_ids=ids, position_ids=at)
