@@ -62,18 +62,21 @@ def attention(
         (batch, heads, q_len, head_dim) in the dtype of query; fully masked rows are 0, before any output norm.
 
     Raises:
-        TypeError: config is no `LongAttnConfig`.
+        TypeError: config is no `LongAttnConfig`, rotation no `Rotation`, or another argument no tensor.
         ValueError: it has parts, shapes or mask do not fit, or the backend named cannot compute this exactly.
         KernelFailure: the backend named does not compile or run on this machine.
     """
     _check_config(config)
+    _check_tensors(query=query, key=key, value=value)
+    more = {"attention_mask": attention_mask, "position_ids": position_ids, "sink_logits": sink_logits}
+    _check_tensors(**{name: x for name, x in more.items() if x is not None})
     check_shapes(query, key, value)
     if sink_logits is not None and sink_logits.shape != query.shape[1:2]:
         raise ValueError(
             f"sink_logits {tuple(sink_logits.shape)} must be (heads,), one for each of {query.shape[1]} query heads"
         )
-    if rotation is not None and rotation.last > query.shape[3]:
-        raise ValueError(f"rotation turns features up to {rotation.last} of a head_dim of {query.shape[3]}")
+    if rotation is not None:
+        _check_rotation(rotation, query.shape[3])
     mask = check_mask(attention_mask, query, key)
     device = torch.device("cpu") if readable(query) and mask is None else query.device
     rows = AttentionLayout.causal(query.shape[2], key.shape[2], query_start, key_start, device)
@@ -94,6 +97,25 @@ def _check_config(config: LongAttnConfig) -> None:
         )
     if config.parts:
         raise ValueError(f"attention is of one layer, and {config.name} has parts: config.for_layer(i) is that of layer i")
+
+
+def _check_tensors(**given: Any) -> None:
+    """Raise TypeError for what is no tensor."""
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+
+
+def _check_rotation(rotation: Any, head_dim: int) -> None:
+    """Raise TypeError for what is no rotation, ValueError for frequencies that are no row of them or too many."""
+    if not isinstance(rotation, Rotation):
+        raise TypeError(f"rotation takes hf_longattn.Rotation(inv_freq), got {type(rotation).__name__}")
+    _check_tensors(inv_freq=rotation.inv_freq)
+    if rotation.inv_freq.ndim != 1 or not rotation.inv_freq.is_floating_point():
+        got = f"{rotation.inv_freq.dtype}, {tuple(rotation.inv_freq.shape)}"
+        raise ValueError(f"the inv_freq of a rotation must be of a floating-point dtype, (pairs,), got {got}")
+    if rotation.last > head_dim:
+        raise ValueError(f"rotation turns features up to {rotation.last} of a head_dim of {head_dim}")
 
 
 def reference_attention(*args: Any, backend: str = "reference", **kwargs: Any) -> Tensor:

@@ -159,9 +159,12 @@ def _batches(given: Batches) -> list[Mapping[str, Any]]:
         raise TypeError("the model comes first, then the batches")
     batches: list[Any] = [given] if isinstance(given, (Tensor, Mapping, str)) else list(given)
     for batch in batches:
-        if not isinstance(batch, (Tensor, Mapping)):
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
+        if isinstance(ids, Tensor) and (ids.ndim != 2 or ids.is_floating_point()):
+            raise TypeError(f"a batch is token ids, (batch, length), got {ids.dtype}, {tuple(ids.shape)}")
+        if not isinstance(ids, Tensor):
             raise TypeError(
-                f"a batch is token ids, (batch, length), or what a tokenizer gives, not a {type(batch).__name__}: "
+                f"a batch is token ids, (batch, length), or what a tokenizer gives, not a {type(ids).__name__}: "
                 'tokenizer(text, return_tensors="pt")'
             )
     return [{"input_ids": batch} if isinstance(batch, Tensor) else batch for batch in batches]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.tracing import readable
-from ..slots.method import length_of, require_at_least, require_in, require_positive
+from ..slots.method import freeze, length_of, require_in, require_positive
 from .internals import buffers_of, children_of, modules_of
 from .trained_length import ORIGINAL, rope_settings, trained
 
@@ -39,6 +39,7 @@ def prope(config: Config, fraction: float = 0.5, theta: float | None = None, eff
     Raises:
         ValueError: theta and effective_base are both given, or fewer than two pairs rotate from 1 to 1/effective_base.
     """
+    fraction, theta, effective_base = map(freeze, (fraction, theta, effective_base))
     require_in("fraction", fraction, 0.0, 1.0)
     require_positive(theta=theta, effective_base=effective_base)
     if effective_base is not None:
@@ -97,7 +98,7 @@ def yarn(config: Config, factor: float, train_length: int | str | None = None, *
     """
     if unknown := sorted(parameters.keys() - YARN):
         raise ValueError(f"YaRN has no parameter {', '.join(unknown)}; it has {', '.join(sorted(YARN))}")
-    return _scaled(config, "yarn", factor, train_length, **parameters)
+    return _scaled(config, "yarn", factor, train_length, **{name: freeze(value) for name, value in parameters.items()})
 
 
 def cope(config: Config, pairs: int | None = None, train_length: int | str | None = None) -> Config:
@@ -115,8 +116,8 @@ def cope(config: Config, pairs: int | None = None, train_length: int | str | Non
     text = _text(config)
     known, share = _trained_at(text, train_length), rope_settings(text).get("partial_rotary_factor", 1.0)
     rotated = int(_head_dim(text) * share) // 2
-    pairs = round(20 / 64 * rotated) if pairs is None else pairs
-    if pairs != int(pairs) or not 2 <= pairs <= rotated:
+    pairs = round(20 / 64 * rotated) if pairs is None else freeze(pairs)
+    if pairs not in range(2, rotated + 1):
         raise ValueError(f"pairs must be a whole number from 2 to the {rotated} that the model rotates, got {pairs!r}")
     fading = [(1 + math.cos(math.pi * k / (pairs - 1))) / 2 for k in range(int(pairs))]
     divide = [1.0] * (rotated - int(pairs)) + [1 / max(weight, NO_ROTATION) for weight in fading]
@@ -126,8 +127,8 @@ def cope(config: Config, pairs: int | None = None, train_length: int | str | Non
 
 
 def _scaled(config: Config, rope_type: str, factor: float, train_length: int | str | None, **parameters: Any) -> Config:
-    require_positive(factor=factor)
-    require_at_least(1, factor=factor)
+    factor = freeze(factor)
+    require_in("factor", factor, 1, math.inf)
     known = _trained_at(_text(config), train_length)
     return _edit(config, {"rope_type": rope_type, "factor": factor, ORIGINAL: known} | parameters)
 

@@ -98,12 +98,18 @@ def fit_adaptive_temperature(
         parameters: further parameters of `AdaptiveTemperature`.
 
     Raises:
-        ValueError: fewer usable samples than coefficients.
+        ValueError: fewer usable samples than coefficients, a target that is none of its logits, or logits of another shape.
     """
+    if not isinstance(degree, int) or degree < 0:
+        raise ValueError(f"degree must be an integer >= 0, got {degree!r}")
     theta = torch.arange(1, 101, dtype=torch.float64, device="cpu") / 10
     entropies, inverse = [], []
     for row, target in zip(logits, targets, strict=True):
-        row = row.double()
+        if not isinstance(row, Tensor) or row.ndim != 1:
+            raise ValueError(f"logits are a 1-D tensor for each sample, got {getattr(row, 'shape', type(row).__name__)}")
+        if target not in range(len(row)):  # -1 would be the last
+            raise ValueError(f"target {target!r} is the index of none of {len(row)} logits")
+        row, target = row.double(), int(target)
         if int(row.argmax()) == target:
             continue
         p = torch.softmax(row, -1)

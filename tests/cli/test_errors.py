@@ -440,6 +440,15 @@ ADDRESSED: dict[str, Any] = {
     "a batch is token ids, (batch, length), or what a tokenizer gives, not a str": (
         lambda m: hf_longattn.calibrate(m, ["text"])  # type: ignore[list-item]
     ),
+    "token ids, (batch, length), got torch.int64, (9,)": lambda m: hf_longattn.measure(m, torch.arange(9)),
+    "what a tokenizer gives, not a list": lambda m: hf_longattn.measure(m, {"input_ids": [1, 2, 3]}),
+    "target -1 is the index of none of 4 logits": (
+        lambda m: hf_longattn.fit_adaptive_temperature(torch.randn(8, 4), [-1] * 8)
+    ),
+    "logits are a 1-D tensor for each sample, got list": lambda m: hf_longattn.fit_adaptive_temperature([[0.0, 1.0]], [0]),  # type: ignore[list-item]
+    "degree must be an integer >= 0, got 1.5": (
+        lambda m: hf_longattn.fit_adaptive_temperature(torch.randn(8, 4), [0] * 8, degree=1.5)  # type: ignore[arg-type]
+    ),
     "there is no argument 'tokeniser'; did you mean 'tokenizer'?": lambda m: hf_longattn.save(
         apply(m, "logn"), "x", tokeniser=1
     ),

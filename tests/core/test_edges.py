@@ -403,6 +403,15 @@ def test_attention_refuses_what_does_not_fit() -> None:
             hf_longattn.attention(query, key, value, CONFIGS["logn"], sink_logits=sinks)
     with pytest.raises(ValueError, match=f"rotation turns features up to {2 * d} of a head_dim of {d}"):
         hf_longattn.attention(query, key, value, CONFIGS["rerope"], rotation=rotation(2 * d))
+    for frequencies in (rotation(d).inv_freq[None], torch.ones(d // 2, dtype=torch.int64)):  # one row of them was one pair
+        with pytest.raises(ValueError, match=r"inv_freq of a rotation must be of a floating-point dtype, \(pairs,\), got"):
+            hf_longattn.attention(query, key, value, CONFIGS["rerope"], rotation=Rotation(frequencies))
+    with pytest.raises(TypeError, match=r"rotation takes hf_longattn\.Rotation\(inv_freq\), got Tensor"):
+        hf_longattn.attention(query, key, value, CONFIGS["rerope"], rotation=rotation(d).inv_freq)  # type: ignore[arg-type]
+    for name in ("query", "attention_mask", "position_ids", "sink_logits"):
+        given: dict[str, Any] = {"query": query, "key": key, "value": value, "config": CONFIGS["logn"]}
+        with pytest.raises(TypeError, match=f"{name} must be a tensor, got list"):
+            hf_longattn.attention(**given | {name: [1]})
 
 
 def test_positions_in_a_graph() -> None:

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from cases import HEAD_DIM, model_config
@@ -155,10 +156,11 @@ def test_refusals() -> None:
         rope.yarn(model_config("gpt2"), 2.0)
     with pytest.raises(ValueError, match="would scale twice"):
         rope.linear(rope.yarn(short(), 2.0), 2.0)
-    with pytest.raises(ValueError, match="factor must be >= 1"):
+    with pytest.raises(ValueError, match=r"factor must lie in \[1, inf\], got 0.5"):
         rope.ntk(short(), 0.5)
-    with pytest.raises(ValueError, match="factor must be a finite number"):
-        rope.yarn(short(), math.inf)
+    for factor in (math.inf, None, "2"):
+        with pytest.raises(ValueError, match="factor must be a finite number"):
+            rope.yarn(short(), factor)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="YaRN has no parameter beta_fest; it has attention_factor, beta_fast"):
         rope.yarn(short(), 4.0, beta_fest=3)
     for train_length in (-1, "8x"):
@@ -170,8 +172,17 @@ def test_refusals() -> None:
         rope.ntk(short(), 4.0, train_length=LENGTH // 2)
     with pytest.raises(ValueError, match="fraction"):
         rope.prope(short(), 1.5)
-    with pytest.raises(ValueError, match=f"from 2 to the {PAIRS} that the model rotates"):
-        rope.cope(short(), PAIRS + 1)
+    for pairs in (PAIRS + 1, math.nan, math.inf, "2"):
+        with pytest.raises(ValueError, match=f"from 2 to the {PAIRS} that the model rotates"):
+            rope.cope(short(), pairs)  # type: ignore[arg-type]
+
+
+def test_a_number_of_numpy_or_torch_is_one(tmp_path: Path) -> None:
+    """A config holds plain data, which can be saved."""
+    edited = rope.yarn(short(), numpy.float32(2), attention_factor=torch.tensor(1.5))
+    edited.save_pretrained(tmp_path)
+    assert edited.rope_parameters == rope.yarn(short(), 2.0, attention_factor=1.5).rope_parameters
+    assert rope.prope(short(), numpy.float64(0.5)).rope_parameters == rope.prope(short(), 0.5).rope_parameters
 
 
 @pytest.mark.parametrize("method", ["infoscale", "logn", "cosscale", "softmax_plus", "yarn_temperature", "log_length"])

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...core.call import Call
 from ...core.kernels.kernel import MASK_VALUE, entropy
 from ...core.tracing import wide_device, widened
+from ...slots.method import freeze
 from .blocks import Block, blocks
 from .diagnostics import QUANTITIES, WHAT, Diagnostics
 
@@ -46,7 +47,8 @@ class Options:
         if not self.groups:
             raise ValueError(f"`what` is empty; choose any of {', '.join(WHAT)}")
         for name, least in (("rows", 1), ("delta", 2), ("local", 1), ("sinks", 0)):
-            value = getattr(self, name)
+            value = freeze(getattr(self, name))
+            object.__setattr__(self, name, value)
             if not (name == "rows" and value is None) and (
                 isinstance(value, bool) or not isinstance(value, int) or value < least
             ):
