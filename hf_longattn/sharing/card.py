@@ -18,7 +18,7 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from ..checks import UNFINISHED
-from ..config import PREFIX, TRIPWIRE, LongAttnConfig, written
+from ..config import PREFIX, TRIPWIRE, LongAttnConfig, length_of, listed, written
 from ..files import ADAPTER_FILE, read_text
 from ..integration.classes import loaders, task
 from ..integration.internals import adapter_classes
@@ -62,7 +62,7 @@ class Facts:
         license: as the Hub names it ("apache-2.0").
 
     Raises:
-        ValueError: the metrics have another form, or lack evaluated_on.
+        ValueError: the metrics have another form, or lack evaluated_on; a length is none; training are no facts by name.
     """
 
     training_lengths: Sequence[int] = ()
@@ -74,6 +74,10 @@ class Facts:
     license: str | None = None
 
     def __post_init__(self) -> None:
+        lengths = () if self.training_lengths is None else listed(self.training_lengths)
+        object.__setattr__(self, "training_lengths", tuple(map(length_of, lengths)))
+        if not isinstance(self.training or {}, Mapping):
+            raise ValueError(f'training must be facts by name, like {{"data": "six novels"}}, got {self.training!r}')
         if (self.numbers or self.base_numbers) and not self.evaluated_on:
             raise ValueError("metrics need evaluated_on=...: the text that they were measured on")
 
@@ -90,7 +94,7 @@ class Facts:
     @property
     def data(self) -> dict[str, Any]:
         """Those that a card of what is made of the model repeats, as plain data: numbers and words."""
-        told: dict[str, Any] = {"training_lengths": [int(n) for n in self.training_lengths]}
+        told: dict[str, Any] = {"training_lengths": list(self.training_lengths)}
         told["training"] = {name: str(fact) for name, fact in (self.training or {}).items()}
         told |= {"metrics": self.numbers, "base_metrics": self.base_numbers}
         told |= {name: str(getattr(self, name) or "") for name in ("evaluated_on", "reach")}

@@ -261,10 +261,13 @@ def push(
         The URL of the commit.
 
     Raises:
+        TypeError: the name is no string.
         ValueError: nothing to upload, weights that are not safetensors, or a base model that is not on the Hub, which an
             adapter and a card would name.
         FileExistsError: the repository exists, without exist_ok. Nothing was uploaded.
     """
+    if not isinstance(repo_id, str):
+        raise TypeError(f'push takes the name of a repository, "user/name", got {repo_id!r}')
     if isinstance(model, nn.Module):
         made: dict[str, Any] = {"tokenizer": tokenizer, "base_model": base_model, "remote_code": remote_code}
         where: dict[str, Any] = {"private": private, "exist_ok": exist_ok, "token": token, "endpoint": endpoint}

@@ -455,6 +455,9 @@ ADDRESSED: dict[str, Any] = {
     "there is no argument 'overwrit'; did you mean 'overwrite'?": lambda m: hf_longattn.save(
         apply(m, "logn"), "x", overwrit=True
     ),
+    "training must be facts by name": lambda m: hf_longattn.save(apply(m, "logn"), "x", training="six novels"),
+    "1.5 is not a length": lambda m: hf_longattn.save(apply(m, "logn"), "x", training_lengths=[1.5]),
+    'the name of a repository, "user/name", got None': lambda m: hf_longattn.push(m, None),  # type: ignore[arg-type]
     "there is no argument 'exists_ok'; did you mean 'exist_ok'?": lambda m: hf_longattn.push("x", "a/b", exists_ok=True),
     "rerope has no parameter 'layer'; did you mean 'layers'?": lambda m: apply(m, "rerope", layer=[0]),
     "no method in rerope; did you mean 'backend'?": lambda m: hf_longattn.update(apply(m, "rerope"), backnd="tiled"),

@@ -209,6 +209,12 @@ def test_an_adapter_is_merged_and_saved(base: Path, tmp_path: Path, case: str) -
         hf_longattn.merge(adapted(), tmp_path / "again")
 
 
+@pytest.mark.parametrize("given", [512, "512", ["512"], torch.tensor([512]), None])
+def test_training_lengths_of_a_card(given: Any, tmp_path: Path) -> None:
+    hf_longattn.save(changed(), tmp_path / "m", training_lengths=given)
+    assert ("Trained on texts of 512 tokens." in (tmp_path / "m" / "README.md").read_text()) is (given is not None)
+
+
 def test_an_adapter_that_names_no_base_is_not_merged(tmp_path: Path) -> None:
     """A model that was built, not loaded, has no name; the Hub was asked for one called None."""
     config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
@@ -249,8 +255,9 @@ def test_the_card_of_a_merged_model_says_how_the_adapter_was_measured(measured: 
     [
         ("hf_longattn: {author: me}", "there is no argument 'author'"),
         ("hf_longattn: true", "'bool' object is not iterable"),
-        ("hf_longattn: {training: [novels]}", "'list' object has no attribute 'items'"),
+        ("hf_longattn: {training: [novels]}", "training must be facts by name"),
         ("hf_longattn: {metrics: {loss: {512: 2.5}}}", "metrics need evaluated_on"),
+        ("hf_longattn: {training_lengths: [long]}", "'long' is not a length"),
         ("hf_longattn: {", "while parsing"),
     ],
 )
