@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from transformers import Cache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import CUSTOM, NO_METHOD, PREFIX, TRIPWIRE, LongAttnConfig, is_whole, read_name
+from ..slots.method import freeze, thaw
 from ..slots.registry import STOCK, method_class, parameters_of
 from ..user_warnings import warn
 from . import rope
@@ -47,8 +48,15 @@ def _get_section(self: PreTrainedConfig) -> dict[str, Any] | None:
     return Section(section.to_dict()) if isinstance(section, LongAttnConfig) else section
 
 
+def _plain(value: Any) -> Any:
+    """A section, or a part of one, as plain data of its own: transformers writes configs as JSON, into its messages too."""
+    if isinstance(value, Mapping):
+        return {key: _plain(x) for key, x in value.items()}
+    return thaw(freeze(value))
+
+
 def _set_section(self: PreTrainedConfig, value: dict[str, Any] | LongAttnConfig | None) -> None:
-    set_record(self, section=copy.deepcopy(value) if isinstance(value, Section) else value)
+    set_record(self, section=_plain(value))
     text = language_config(self)
     for key in self.sub_configs:  # as _attn_implementation does, but only towards the language model
         if (sub := getattr(self, key, None)) is not None and language_config(sub) is text:
@@ -99,8 +107,17 @@ def _from_dict(original: Callable[..., Any], cls: type, config_dict: dict[str, A
 def _by_part(config: PreTrainedConfig, implementation: Any) -> Any:
     """Read an implementation by part; Transformers ignores parts that a config does not have.
 
-    The text part of a model of text is the whole. ValueError: one of our names is asked for in a part that is not there.
+    The text part of a model of text is the whole.
+
+    Raises:
+        TypeError: it is a config of ours, or several, and no name.
+        ValueError: one of our names is asked for in a part that is not there.
     """
+    if isinstance(implementation, (LongAttnConfig, list, tuple)):
+        raise TypeError(
+            f"attn_implementation takes a name, got a {type(implementation).__name__}: hf_longattn.apply(model, config) puts "
+            'a config into a model, and longattn=config beside attn_implementation="longattn" loads one under it'
+        )
     if isinstance(implementation, NameOf) and implementation in STOCK:  # of a whole whose language model runs the method
         name, method, key = str(implementation), implementation.method, _text_key(config)
         return name if key is None else {"": name, key: NameOf(name_for(method.name), method)}

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy
 import pytest
 import tiny
 import torch
@@ -481,6 +482,15 @@ def test_what_a_method_is_given_by_name_and_beside_it_must_agree(files: Path) ->
         load(attn_implementation="rerope:window=3", longattn={"window": 4})
     with pytest.raises(ValueError, match=r"attn_implementation='rerope'$"):
         load(longattn={"window": 5, "name": "rerope"})
+    for given in (LongAttnConfig.preset("rerope"), ["rerope"]):
+        with pytest.raises(TypeError, match=rf"takes a name, got a {type(given).__name__}: .* longattn=config beside"):
+            load(attn_implementation=given)
+        with pytest.raises(TypeError, match="attn_implementation takes a name"):
+            stock("llama").set_attn_implementation(given)  # type: ignore[arg-type]
+    for window in (numpy.int64(5), torch.tensor(5)):
+        model = load(attn_implementation="longattn", longattn={"positions": {"name": "rerope", "window": window}})
+        assert hf_longattn.get_config(model).positions == hf_longattn.methods.ReRope(window=5)
+        assert '"window": 5' in str(model.config)
     model = load(attn_implementation="rerope + infoscale", longattn={"window": 5})
     assert hf_longattn.get_config(model).positions == hf_longattn.methods.ReRope(window=5)
 
