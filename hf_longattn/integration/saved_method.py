@@ -210,12 +210,19 @@ def with_learned(model: PreTrainedModel, kept: Collection[str] | None) -> list[s
     """The names of the modules that an adapter saves whole, with those of a model's learned parts, but for parts inside of
     others, which PEFT saves with these.
 
-    ValueError: another adapter saves some inside of such a module, and this one by themselves, or the other way round.
+    ValueError: another adapter saves some inside of such a module, and this one by themselves, or the other way round; or
+        the end of a name that PEFT is given is that of one of these parts.
     """
     others = {name for name in kept or () if name.rpartition(".")[2] != LEARNED}
     inside, alone = set[str](), set[str]()
     for name, module in model.named_modules():
         *path, own = name.split(".")
+        if LEARNED in path and (short := next((other for other in others if name.endswith(other)), None)):
+            raise ValueError(
+                f"PEFT goes by the ends of names, and {name}, which is saved with the method, ends in {short!r} of "
+                "modules_to_save too: write whole names there (model.named_modules() gives them) for the other modules that "
+                "you mean, or leave it out if you mean none"
+            )
         if own != LEARNED:
             continue
         within = any(".".join(path[: n + 1]).endswith(other) for n in range(len(path)) for other in others)

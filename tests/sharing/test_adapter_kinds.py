@@ -263,6 +263,20 @@ def test_two_adapters_that_save_learned_parameters_otherwise(bases: dict[str, Pa
             m.add_adapter("second", other)
 
 
+def test_the_end_of_a_name_that_learned_parameters_have_too(bases: dict[str, Path], tmp_path: Path) -> None:
+    """PEFT would wrap the output norm inside of the learned parts once more, and load and merge other weights."""
+    normed = hf_longattn.apply(loaded(bases["llama"]), LongAttnConfig.preset("output_layer_norm"))
+    with pytest.raises(
+        ValueError, match=r"longattn\.output_norm, .* ends in 'norm' of modules_to_save too: write whole names"
+    ):
+        peft.get_peft_model(normed, peft.LoraConfig(modules_to_save=["norm"], **INTO))
+    m = disturbed(peft.get_peft_model(normed, peft.LoraConfig(modules_to_save=["model.norm"], **INTO)))
+    m.save_pretrained(tmp_path)
+    want = logits(m)
+    close(logits(peft.PeftModel.from_pretrained(loaded(bases["llama"]), tmp_path)), want, 1e-6)
+    close(logits(m.merge_and_unload()), want, 1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [REROPE, LEARNED], ids=["rerope", "learned"])
 def test_layers_that_are_replicated(method: LongAttnConfig, bases: dict[str, Path], tmp_path: Path) -> None:
