@@ -47,21 +47,26 @@ class Checkpoint:
     """A model to build, to load or to measure: what its config says, read once, and its weights.
 
     Args:
-        model: a folder, a name on the Hub, or a loaded model.
+        model: a folder, a name on the Hub, or a loaded model, which PEFT may wrap.
         adapter: the folder or the Hub name of one to put on it, made for this class, or with the head of another (a
             classifier from a language model).
 
     Raises:
-        ValueError: there is no model, or no adapter, of that name, or a file of its weights is damaged.
+        ValueError: there is no model, or no adapter, of that name, or a file of its weights is damaged; or a loaded model has
+            prompts of PEFT's.
         TypeError: the model is nothing of these.
     """
 
     def __init__(self, model: Any, adapter: str | None = None) -> None:
-        self.model, self.adapter, self.is_loaded = model, adapter, not isinstance(model, str)
+        self.adapter, self.is_loaded = adapter, not isinstance(model, str)
+        self.model: Any = pretrained(model) if self.is_loaded else model
+        configs = (getattr(model, "peft_config", None) or {}).values()
+        if kind := next((str(x.peft_type.value) for x in configs if x.is_prompt_learning), None):
+            raise ValueError(
+                f"the model reads a text behind the prompts of {kind}, which are not read here: give the base model"
+            )
         self.name: str = "the model" if self.is_loaded else model
-        if self.is_loaded:
-            pretrained(model)  # raises for what is none
-        else:
+        if not self.is_loaded:
             check_model(model)
         if adapter is not None:
             check_model(adapter, adapter=True)

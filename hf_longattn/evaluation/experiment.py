@@ -13,10 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from ..files import ADAPTER_FILE
+from ..integration import rope
+from ..integration.names import parsed_config
 from .processes import gathered, place
 from .rows import Row, RowFile
 
@@ -228,9 +232,9 @@ def identity(setting: Any) -> Any:
 
 
 def fingerprint(model: Any) -> str:
-    """Return what tells checkpoints apart: a Hub name, a digest of a directory, or a loaded model's name."""
+    """Return what tells checkpoints apart: a Hub name, a digest of a directory, or a loaded model's name and a digest."""
     if not isinstance(model, str):
-        return f"{model.name_or_path or type(model).__name__}, loaded"
+        return f"{model.name_or_path or type(model).__name__}, loaded {digest(_in_memory(model))}"
     folder = Path(model)
     if not folder.is_dir():
         return model
@@ -241,6 +245,23 @@ def fingerprint(model: Any) -> str:
     ]
     facts = [[file.name, _sha256(file, stat.st_size, stat.st_mtime_ns)] for file, stat in files]
     return f"{folder.resolve().name} {digest(facts)}"
+
+
+#: Integers of as many bytes.
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _in_memory(model: Any) -> list[Any]:
+    """What a loaded model computes by, as training or `apply` may have changed it: method, rotation and weights.
+
+    Of weights that can be read (neither on disk alone, nor split or quantised) the sums of their bits: exact in any order, and
+    made where they lie.
+    """
+    method, sums = parsed_config(model.config.get_text_config()), {}
+    for name, x in model.state_dict().items():
+        if isinstance(x, torch.Tensor) and not x.is_meta and x.is_floating_point() and not is_traceable_wrapper_subclass(x):
+            sums[name] = int(x.detach().reshape(-1).view(INTEGERS[x.dtype.itemsize]).sum(dtype=torch.int64))
+    return [method and method.to_dict(), rope.settings_of(model), sums]
 
 
 @functools.lru_cache(maxsize=1024)

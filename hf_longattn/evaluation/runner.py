@@ -142,7 +142,7 @@ class Runner:
     def protocol(self) -> dict[str, Any]:
         """Return what all rows of a folder must share; settings, tasks, texts and shorter lengths may join later."""
         options = self.options
-        out = {"model": fingerprint(options.model), "trained": self.corpus.train_length}
+        out = {"model": fingerprint(self.checkpoint.model), "trained": self.corpus.train_length}
         out |= {"dtype": options.dtype, "seed": options.seed, "bos": bool(self.corpus.start)}
         if self.corpus.documents:
             out["longest"] = self.corpus.longest
@@ -201,7 +201,7 @@ class Runner:
         """Return the facts at the end of the page of these rows."""
         options, trained = self.options, self.corpus.train_length
         planned = [cell.name in experiment.rows for cell in experiment.cells]
-        model = options.model if isinstance(options.model, str) else fingerprint(options.model)
+        model = options.model if isinstance(options.model, str) else experiment.protocol["model"]
         source = Path(model) / "SOURCE"
         texts = [f"{name} (SHA-256 {sha256_of(content)})" for name, content in options.texts.items()]
         return {

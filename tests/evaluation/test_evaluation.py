@@ -980,6 +980,38 @@ def test_other_weights_beside_a_loaded_model_are_read_as_asked(folder: Path) -> 
         hf_longattn.evaluate(model, "a text", dtype="half", **how)
 
 
+def test_rows_of_a_loaded_model_that_has_changed_since_are_refused(folder: Path, tmp_path: Path) -> None:
+    """It has the name that it had: after training, those of before were given as its own."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    how: dict[str, Any] = {"lengths": [128], "targets": 64, "tokenizer": tiny.tokenizer(), "out": tmp_path / "out"}
+    texts = [(folder / "a.txt").read_text()]
+    rows = hf_longattn.evaluate(model, texts, **how).rows
+    assert hf_longattn.evaluate(AutoModelForCausalLM.from_pretrained(folder / "model"), texts, **how).rows == rows
+    with hf_longattn.using(model, "rerope", window=16), pytest.raises(ValueError, match=r"another protocol \(model: "):
+        hf_longattn.evaluate(model, texts, **how)
+    assert hf_longattn.evaluate(model, texts, **how).rows == rows
+    with torch.no_grad():
+        next(model.parameters())[0, 0] += 1
+    with pytest.raises(ValueError, match=r"another protocol \(model: .*, loaded .* there, .*, loaded .* now\)"):
+        hf_longattn.evaluate(model, texts, **how)
+
+
+def test_a_loaded_model_with_an_adapter_is_measured_as_what_it_computes(folder: Path) -> None:
+    peft = pytest.importorskip("peft")
+    how: dict[str, Any] = {"lengths": [128], "targets": 64, "tokenizer": tiny.tokenizer()}
+    texts, base = [(folder / "a.txt").read_text()], AutoModelForCausalLM.from_pretrained(folder / "model")
+    lora = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(base, lora)
+    rows = hf_longattn.evaluate(adapted, texts, ["rerope:window=16"], **how).rows
+    merged = hf_longattn.evaluate(adapted.merge_and_unload(), texts, ["rerope:window=16"], **how).rows
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in merged], abs=1e-4)
+    prompts = peft.get_peft_model(base, peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match="behind the prompts of PROMPT_TUNING, which are not read here"):
+        hf_longattn.evaluate(prompts, texts, **how)
+    with pytest.raises(TypeError, match="takes a loaded model first, got an object of type int"):
+        hf_longattn.evaluate(3, texts, **how)
+
+
 FIRST_LOSS = """
 from hf_longattn.evaluation import Task
 
