@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import json
 import sys
 import time
@@ -23,6 +24,9 @@ from ..integration import rope
 from ..integration.names import parsed_config
 from .processes import gathered, place
 from .rows import Row, RowFile
+
+#: Where methods are that are not one's own.
+OURS = "hf_longattn."
 
 
 @dataclass(frozen=True)
@@ -175,8 +179,8 @@ class Experiment:
         row = self.rows.get(cell.name)
         if row is not None and "digest" in row and row["digest"] != cell.digest:
             raise ValueError(
-                f"{self.file.path} holds a row {cell.name!r} of another setting, text or model; rows are not mixed: choose "
-                "another folder, or another name for the setting"
+                f"{self.file.path} holds a row {cell.name!r} of another setting, formula, text or model; rows are not "
+                "mixed: choose another folder, or another name for the setting"
             )
         if row is not None and cell.ids and row.get("ids", cell.ids) != cell.ids:  # a row may have none
             raise ValueError(
@@ -228,7 +232,20 @@ def sha256_of(content: str, digits: int = 16) -> str:
 def identity(setting: Any) -> Any:
     """Return what tells settings apart, whatever their names: equal identities measure the same."""
     folders = (getattr(setting, "adapter", None), getattr(setting, "model", None))
-    return setting.to_dict() | {"weights": [fingerprint(path) for path in folders if path is not None]}
+    known = setting.to_dict() | {"weights": [fingerprint(path) for path in folders if path is not None]}
+    own = [x for x in getattr(getattr(setting, "config", None), "methods", ()) if not type(x).__module__.startswith(OURS)]
+    return known | ({"own": [[x.to_dict(), formula_of(type(x))] for x in own]} if own else {})
+
+
+def formula_of(method: type) -> str:
+    """Return the source of the functions of a method of one's own, by which an edited one is known; "" where there is none."""
+    found = []
+    for kind in method.__mro__:
+        functions = [getattr(x, "fget", x) for x in vars(kind).values()] if not kind.__module__.startswith(OURS) else []
+        for function in filter(inspect.isfunction, functions):
+            with contextlib.suppress(OSError):  # a dataclass's own, or typed in where nothing keeps the lines
+                found.append(inspect.getsource(function))
+    return "".join(found)
 
 
 def fingerprint(model: Any) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import linecache
 import math
 import re
 import warnings
@@ -370,7 +371,7 @@ def test_a_prefix_is_part_of_the_protocol_and_checked(folder: Path, tmp_path: Pa
         runner(folder, prefix="streaming:window=64", **usual).open(tmp_path / "out")
     named = [Setting("fast", "streaming", {"window": window}) for window in (64, 32)]
     runner(folder, prefix=named[0], **usual).open(tmp_path / "named").run()
-    with pytest.raises(ValueError, match="of another setting, text or model"):
+    with pytest.raises(ValueError, match="of another setting, formula, text or model"):
         runner(folder, prefix=named[1], **usual).open(tmp_path / "named")
     for prefix, message in (
         ("@yarn:2", "under a method of its own"),
@@ -1010,6 +1011,44 @@ def test_a_loaded_model_with_an_adapter_is_measured_as_what_it_computes(folder: 
         hf_longattn.evaluate(prompts, texts, **how)
     with pytest.raises(TypeError, match="takes a loaded model first, got an object of type int"):
         hf_longattn.evaluate(3, texts, **how)
+
+
+OWN = """
+from dataclasses import dataclass
+from typing import ClassVar
+import hf_longattn
+from hf_longattn.slots.base import LengthTemperature
+
+@hf_longattn.register
+@dataclass(frozen=True, kw_only=True)
+class Edited(LengthTemperature):
+    name: ClassVar[str] = "edited"
+    by: float = 1.5
+    def formula(self, n, head_dim, train_length):
+        return self.by * n.double() ** 0.1
+"""
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_rows_of_an_own_method_that_was_edited_since_are_refused(folder: Path, tmp_path: Path) -> None:
+    """Its name, and the parameters that were written, are those of before."""
+    file = tmp_path / "edited.py"
+    how: dict[str, Any] = {"lengths": [128], "targets": 64, "tokenizer": tiny.tokenizer(), "out": tmp_path / "out"}
+
+    def measured(source: str) -> Any:
+        file.write_text(source)
+        linecache.clearcache()
+        exec(compile(source, str(file), "exec", dont_inherit=True), {"__name__": "edited"})
+        return hf_longattn.evaluate(
+            str(folder / "model"), [(folder / "a.txt").read_text()], ["edited:clamp=false"], **how
+        ).rows
+
+    rows = measured(OWN)
+    assert measured("# moved\n" + OWN) == rows
+    for old, new in (("0.1", "0.2"), ("1.5", "1.6")):
+        with pytest.raises(ValueError, match=r"'edited:clamp=false.*of another setting, formula, text or model"):
+            measured(OWN.replace(old, new))
+    assert measured(OWN) == rows
 
 
 FIRST_LOSS = """

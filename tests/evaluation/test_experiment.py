@@ -164,7 +164,7 @@ def test_another_setting_another_text_and_another_protocol_are_refused_and_rows_
     first.run()
     other = [Setting("mine", "scale_invariant", {"tau": 4.0})]
     for settings, depends in ((other, ["text"]), (SETTINGS[1:], ["another"])):
-        with pytest.raises(ValueError, match=r"holds a row 'mine \| 1 \| a' of another setting, text or model"):
+        with pytest.raises(ValueError, match=r"holds a row 'mine \| 1 \| a' of another setting, formula, text or model"):
             experiment(file, partial(lengths, calls=[], depends=depends), settings)
     assert json.loads((tmp_path / "protocol.json").read_text()) == {"model": "m"}
     with pytest.raises(ValueError, match="model: 'm' there, 'n' now"):

@@ -82,7 +82,7 @@ def test_it_compares_and_writes(saved: tuple[str, str], tmp_path: Path) -> None:
     run(model, "--text", text, "--length", "256", "--rows", "all", "--out", str(out))  # nothing is looked at twice
     assert (out / "rows.jsonl").read_text() == before
     again = run(model, "--text", text, "--length", "256", "--rows", "9", "--out", str(out), code=2)
-    assert "another setting, text or model" in again
+    assert "another setting, formula, text or model" in again
 
 
 @pytest.mark.slow
