@@ -202,7 +202,9 @@ def say_what_runs(model: nn.Module) -> LongAttnConfig | None:
     says = language_config(view.model.config)
     alike = _ATTENDS if type(says) is type(view.target) else ()
     differ = [key for key in alike if getattr(says, key, None) != getattr(view.target, key, None)]
-    if differ or method_in(view.model.config.to_dict()) != runs:
+    said = method_in(view.model.config.to_dict())
+    # a method of one's own may have been registered again since: its class is another then, and what is saved the same
+    if differ or (said != runs and (said is None or said.to_dict() != runs.to_dict())):
         what = f"has another {', '.join(differ)} than" if differ else f"cannot say that {runs.name} runs in"
         raise ValueError(
             f"{view.name} cannot be saved: its config, {type(view.model.config).__name__}, {what} the "

@@ -171,6 +171,16 @@ def test_a_checkpoint_of_a_method_that_is_not_registered_says_so(forgotten: None
         LlamaForCausalLM.from_pretrained(tmp_path)
 
 
+def test_a_model_is_saved_after_a_cell_ran_twice(mine: Any, tmp_path: Path) -> None:
+    """The class that the model runs is then not the one that its name means."""
+    m = hf_longattn.apply(stock("llama"), "root_logn", **EXAMPLES["root_logn"])
+    exec(compile(my_methods(1), "a cell", "exec", dont_inherit=True), {"__name__": "my_methods"})
+    assert type(hf_longattn.get_config(m).temperature) is not registry.method_class("root_logn")
+    m.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    close(again(tokens()).logits, m.eval()(tokens()).logits)
+
+
 def test_what_cannot_be_registered_is_refused(forgotten: None) -> None:
     class Unfinished(LengthTemperature):
         name: ClassVar[str] = "unfinished"
