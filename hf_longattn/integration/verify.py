@@ -333,9 +333,8 @@ def verify_axes(state: AttentionState, model: Any, axes: int) -> None:
         computed = _probed(view, methods, list(new), position_ids=positions)
         found = {}
         for source in dict.fromkeys(new.values()):
-            names = [x.name for x, other in new.items() if other is source and x.name in computed]
-            own = [computed[name] for name in names]
-            found[source] = find_axes(source, [(n, _unscaled(c.query), c.key) for n, c in zip(names, own, strict=True)])
+            own = {x.name: computed[x.name] for x, other in new.items() if other is source and x.name in computed}
+            found[source] = find_axes(source, [(name, _unscaled(call.query), call.key) for name, call in own.items()])
         for source, axis in found.items():
             source.turns_by(axis)
 

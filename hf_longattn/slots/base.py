@@ -486,7 +486,7 @@ class LogitMapOfHeads(LogitMap):
 
     def tables(self, heads: int, length: int, device: torch.device, *strength: Tensor | None) -> tuple[Tensor, Tensor]:
         gain, bias = self.whole.tables(self.part.of, length, device, *strength)
-        return (self.part.own(gain) if len(gain) > 1 else gain), (self.part.own(bias) if len(bias) > 1 else bias)
+        return self.part.own(gain), self.part.own(bias)  # of one row for all heads that row
 
 
 class Sink(Method, ABC):
