@@ -98,18 +98,20 @@ def section(rows: list[dict[str, Any]]) -> list[str]:
     return [
         "## Published checkpoints",
         "",
-        f"What [`extend`](how-to/extend.md) does to {len(rows)} checkpoints, found on tiny random models with the lengths, "
-        "windows and rotary settings of their configs. `hf-longattn doctor MODEL` prints the same for any config. The gain "
-        "was [measured](lab/longer.md) on few models. Layers are counted among all of the config, or among 4 where its source "
-        "does not give their number. Of models with pictures this is the language model, (text); their pictures are read "
-        "[axis by axis](reference/methods/position_remaps.md#pictures-m-rope). A trained length is `max_position_embeddings`, "
-        "and a method stands in every attention layer, where nothing else is said. [models.json](models.json) names the "
-        "source of each config; `python tests/kit/checkpoints.py` rewrites this part alone.",
+        f"What [`extend`](how-to/extend.md) chooses for {len(rows)} checkpoints, tried on tiny random models with the "
+        "lengths, windows and rotary settings of their configs. `hf-longattn doctor MODEL` prints the same for any "
+        "config. What it gains was [measured](lab/longer.md) on few models, and above four times the trained length "
+        "none was [shown to read well](lab/negative.md). If nothing else is said, the trained length is "
+        "`max_position_embeddings`, and the method is in every attention layer. Layers are counted among all of the "
+        "config, or among 4 if its source does not give their number. *(text)* is the language model of one that "
+        "reads pictures, which are read [axis by axis](reference/methods/position_remaps.md#pictures-m-rope). "
+        "[models.json](models.json) names the source of each config; `python tests/kit/checkpoints.py` rewrites this "
+        "part alone.",
         "",
         *head,
         *table,
         "",
-        "Refused by `extend` (for other methods see the lists by model type below):",
+        "Refused by `extend` (which other methods they take: see the lists by model type below):",
         "",
         "| checkpoint | trained length | reason |",
         "|---|---|---|",

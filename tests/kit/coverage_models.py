@@ -4,13 +4,12 @@
     python tests/kit/coverage_models.py --shard 1/2        every second one; the rows of the others stay as they are
     python tests/kit/coverage_models.py --only llama mpt   prints those rows; the others stay as they are
 
-Models that read images are given text alone. A model is exact if a method of strength 0 gives its own logits however it is
-fed, if a method gives the same logits with a
-cache, in chunks, beside padding on the left, on the right and inside a text, and packed (where the model itself does), if the
-same holds under methods of the other slots and under a remap, which must not tell jumps of positions apart that lie beyond
-its window, if loading with the method equals applying it, and if removing it restores the logits. It is refused if `apply`
-raises with a reason. Anything else fails the run (exit status 1), except models that could not be built, whose own error is
-recorded.
+Models that read images are given text alone. A model is *exact* if all of this holds: a method of strength 0 gives the
+model's own logits in every way of feeding it; a method gives the same logits with a cache, in chunks, with padding on the
+left, on the right and inside a text, and packed (where the model itself does); so do methods of the other slots and a
+remap, under which jumps of positions that lie beyond its window must make no difference; loading with the method equals
+applying it; and removing the method restores the logits. A model is *refused* if `apply` raises an error with the reason.
+Anything else fails the run (exit status 1), except models that could not be built, whose own error is recorded.
 """
 
 from __future__ import annotations
@@ -364,9 +363,9 @@ NOTES = """\
 
 - Learned sinks (`s_aux`: gpt-oss, granite_swa, granitemoe_swa, flint, mimo_v2_flash) remain under every method;
   [attention_sink](reference/methods/attention_sink.md) adds another term.
-- A `position_bias` (inkling, inkling2) is refused: it is a tensor of heads x queries x keys that no kernel here supports.
+- A `position_bias` (inkling, inkling2) is refused: it is a tensor of heads x queries x keys, which no kernel here supports.
 - Packed documents are refused in models that build their masks without position_ids (gpt-oss, afmoe, granitemoehybrid, opt,
-  Bart and its like): in transformers itself documents see each other there. Give each document a row.
+  Bart and similar ones): in transformers itself documents see each other there. Give each document a row of its own.
 """.splitlines()
 
 
@@ -397,10 +396,10 @@ def page(results: dict[str, Any]) -> str:
     lines += [
         "### Exact",
         "",
-        '*Changed* counts attention layers of the tiny model, under `layers="all"` where it has sliding windows. *Remaps* are '
-        "rerope and similar methods; where only sliding layers rotate there is nothing to remap, and a remap warns and "
-        "changes nothing. *Differs by itself* names what changes the model's logits without us; only strength 0 was compared "
-        "there.",
+        '*Changed* counts the attention layers of the tiny model that a method changes, under `layers="all"` where it '
+        "has sliding windows. *Remaps* are rerope and similar methods; where only sliding-window layers rotate there "
+        "is nothing to remap, and a remap warns and changes nothing. *Differs by itself* names ways of feeding the "
+        "model that change its logits without a method, too; there only strength 0 was compared.",
         "",
         "| model type | changed | left alone | remaps | differs by itself |",
         "|---|---|---|---|---|",
