@@ -92,7 +92,7 @@ def extend(
         plan.check_extends()
     chosen = plan.checkpoint.precision(dtype, device)
     say_precision(dtype, chosen)
-    saved_in = dtype if chosen == dtype else plan.checkpoint.dtype  # what was read in float32 is saved as it came
+    saved_in = plan.checkpoint.dtype if dtype == "auto" and plan.checkpoint.is_half else dtype  # whatever it was read in
     if not plan.checkpoint.speaks:
         return plan.write(plan.by_rule(saved_in, say), out, say)
     if doubt := beyond_shown(plan.trained, length):

@@ -145,12 +145,16 @@ class Checkpoint:
         """Whether the model predicts the text that it reads, as losses and answers need."""
         return bool(self.kind.can_generate()) and not self.config.is_encoder_decoder
 
+    @property
+    def is_half(self) -> bool:
+        """Tell whether its weights are in half precision, and not quantised."""
+        return self.dtype in ("bfloat16", "float16") and not getattr(self.config, "quantization_config", None)
+
     def precision(self, dtype: str = "auto", device: str = "cpu") -> str:
         """The precision to run it in: as asked; "auto" is its own, or float32 where that is one that the device multiplies
         slowly. Quantised checkpoints stay "auto".
         """
-        half = self.dtype in ("bfloat16", "float16") and not getattr(self.config, "quantization_config", None)
-        return "float32" if dtype == "auto" and half and not multiplies_fast(self.dtype, device) else dtype
+        return "float32" if dtype == "auto" and self.is_half and not multiplies_fast(self.dtype, device) else dtype
 
     def check_reads(self, head: bool = True) -> None:
         """Raise ValueError for a model that reads text with an encoder; and for one without a language-model head, if one is

@@ -573,6 +573,21 @@ def test_an_adapter_with_the_head_of_another_class(files: Path, tmp_path: Path) 
     assert (code, "makesaLlamaForSequenceClassificationofaLlamaForCausalLM" in said) == (2, True), said
 
 
+@pytest.mark.parametrize("fast", [(), ("cpu:0",), ("cpu:0", "cpu")])
+def test_what_extend_saves_is_in_the_checkpoints_own_precision(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: tuple[str, ...]
+) -> None:
+    """Whichever devices are fast in it: the one that reads it, and the CPU that it is saved from."""
+    half = AutoModelForSequenceClassification.from_pretrained(files / "model", dtype=torch.bfloat16)
+    half.save_pretrained(tmp_path / "half")
+    tiny.tokenizer().save_pretrained(tmp_path / "half")
+    monkeypatch.setattr("hf_longattn.evaluation.checkpoints.multiplies_fast", lambda dtype, device: device in fast)
+    line = "extend MODEL --to 4k --text BOOK --out OUT --device cpu:0"
+    code, said = command(line, MODEL=tmp_path / "half", BOOK=files / "book.txt", OUT=tmp_path / "out")
+    assert code == 0, said
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
 # methods of a user's own ----------------------------------------------------------------------------------------------
 
 OWN = """
