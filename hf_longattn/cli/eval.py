@@ -45,10 +45,10 @@ def evaluate(
 def probe(context: typer.Context, model: Model, text: Texts, out: Out = None, **given: Any) -> None:
     """Probe how far back MODEL reads, unmodified and under methods, without reading long texts.
 
-    The model reads a passage, then, after a jump in positions, other text and the passage again. The loss on the other text
-    shows whether the model works at that position, the loss on the copy whether it retrieves from that distance. Intervals
-    are over passages. In a long text many keys in between compete for attention; a probe does not measure that. The same as
-    a task of eval: --tasks probe.
+    The model reads a passage, then, after a jump in positions, other text and 128 tokens of the passage again. The loss on
+    the other text shows whether the model works at that position, the loss on the copy whether it retrieves from that
+    distance. Intervals are over passages. In a long text many keys in between compete for attention; a probe does not measure
+    that. The same as a task of eval: --tasks probe.
     """
     measure(context, model, text, out, given | {"tasks": "probe", "lengths": ()})
 

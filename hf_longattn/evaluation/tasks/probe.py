@@ -94,9 +94,9 @@ class ProbeTask(Task):
             drawn = curves(lines, "tokens back", NATS, title, trained_mark(trained), errors=errors)
             figures.append(Figure(f"probe-{part}", drawn, f"{title}, by how far back, one line a setting"))
         text = (
-            "The model reads a passage, then, after a jump in positions, other text and the passage again. The loss on the "
-            "other text shows whether the model works at that position, the loss on the copy whether it retrieves from that "
-            "distance."
+            "The model reads a passage, then, after a jump in positions, other text and 128 tokens of the passage again. The "
+            "loss on the other text shows whether the model works at that position, the loss on the copy whether it retrieves "
+            "from that distance."
         )
         count = next(len(r["text"]) for r in results.rows if r["task"] == name)
         protocol = f"Means over {count} passages, ± 95 % intervals; trained at {trained}."
