@@ -41,4 +41,4 @@ def finish(config: LongAttnConfig, tables: TableCache, output: Tensor, learned: 
     wide = torch.promote_types(output.dtype, torch.float32)
     name = norm, output.device, wide
     constants = tables.beside(output, name, lambda: norm.constants(output.new_empty(0, dtype=wide)))
-    return norm.normalise(output, affine, *constants)
+    return norm.normalise(output, affine, *constants).to(output.dtype)  # a learned part may be wider

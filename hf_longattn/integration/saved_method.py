@@ -12,6 +12,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import CUSTOM, PREFIX, LongAttnConfig
@@ -168,6 +170,16 @@ def copy_learned(view: View) -> None:
                 wrapper.set_adapter(name, inference_mode=configs[name].inference_mode)
             if tuner is not None and tuner.disable_adapters:
                 wrapper.enable_adapters(False)
+        widen_learned(view.model, name)
+
+
+def widen_learned(model: nn.Module, name: str) -> None:
+    """Bring an adapter's copies of learned parameters to float32 where a model is in half precision, as PEFT does with the
+    adapter's own: in bfloat16 a scale of 1 stays 1 under every step of less than 0.002."""
+    for module in model.modules():
+        parts = getattr(container_of(module), "modules_to_save", {})
+        if name in parts and any(x.dtype in (torch.float16, torch.bfloat16) for x in parts[name].parameters()):
+            parts[name].float()
 
 
 def mark_unsaved(view: View, came_now: bool) -> bool:

@@ -191,6 +191,12 @@ def _inject_adapter(original: Any, self: BaseTuner, model: nn.Module, adapter_na
     original(self, model, adapter_name, *args, **kwargs)
 
 
+def _cast_adapter_dtype(original: Any, self: BaseTuner, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
+    original(self, adapter_name=adapter_name, autocast_adapter_dtype=autocast_adapter_dtype)
+    if autocast_adapter_dtype:
+        saved_method.widen_learned(self.model, adapter_name)
+
+
 def _add_adapter(original: Any, self: PeftModel, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
     if peft_config.is_prompt_learning:
         peft_config = _following(peft_config, self.base_model, self.peft_config.values())
@@ -396,6 +402,12 @@ PATCHES = (
         "the head that PEFT trains beside would be added to the config that it was given, not to our copy",
     ),
     Patch(BaseTuner, "inject_adapter", _inject_adapter, "a new adapter would record no attention, a loaded one get none"),
+    Patch(
+        BaseTuner,
+        "_cast_adapter_dtype",
+        _cast_adapter_dtype,
+        "learned parameters of a model in half precision would stay in it, where most steps round away",
+    ),
     Patch(PeftModel, "add_adapter", _add_adapter, "a new adapter of prompts, which are not injected, would record none"),
     Patch(PeftModel, "load_adapter", _load_adapter, "into an adapter that is there it loads weights of any attention"),
     Patch(

@@ -737,6 +737,29 @@ def test_weights_of_modules_that_the_user_trains_beside(bases: dict[str, Path], 
         close(logits(again), logits(m), 1e-6)
 
 
+def test_learned_parameters_are_as_wide_as_the_adapter(bases: dict[str, Path], tmp_path: Path) -> None:
+    """In bfloat16 a step of less than 0.002 rounds away: none moved a scale of 1."""
+    config = peft.LoraConfig(**INTO)
+
+    def kinds(model: Any) -> set[torch.dtype]:
+        return {x.dtype for name, x in model.named_parameters() if ".longattn." in name and ".modules_to_save." in name}
+
+    def base() -> Any:
+        return loaded(bases["llama"]).bfloat16()
+
+    m = peft.get_peft_model(hf_longattn.apply(base(), LEARNED), config)
+    assert kinds(m) == {torch.float32}
+    assert kinds(peft.get_peft_model(hf_longattn.apply(base(), LEARNED), config, autocast_adapter_dtype=False)) == {
+        torch.bfloat16
+    }
+    assert kinds(hf_longattn.apply(peft.get_peft_model(base(), config), LEARNED)) == {torch.float32}
+    disturbed(m).save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(base(), tmp_path)
+    assert kinds(again) == {torch.float32}
+    assert torch.equal(logits(again), logits(m))
+    logits(m.merge_and_unload())
+
+
 @pytest.mark.slow
 def test_a_classifier(tmp_path: Path) -> None:
     torch.manual_seed(0)
