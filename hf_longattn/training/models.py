@@ -38,6 +38,8 @@ def put_method(model: Any, recipe: Recipe, attention: LongAttnConfig | None, rea
     if recipe.freeze:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".longattn." in name)
+            if parameter.requires_grad:  # in bfloat16 a factor of 1 stays 1 under every step of less than 0.002
+                parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
         if not any(p.requires_grad for p in model.parameters()):
             raise ValueError(f"freeze leaves nothing to train: {attention.name} has no learned parameters with these settings")
 

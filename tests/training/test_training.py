@@ -850,6 +850,11 @@ def test_freeze(tiny: Path, tmp_path: Path) -> None:
     assert {p.shape for p in factors.values()} == {(4,)}
     assert all((p != 1).any() for p in factors.values())
     assert all(torch.equal(p, m.get_parameter(name)) for name, p in base.named_parameters())
+    half = command("needle_lora", *settings(tiny, tmp_path / "half", **learned, dtype="bfloat16", trainer__learning_rate=1e-4))
+    assert half.exit_code == 0, half.output
+    m = LlamaForCausalLM.from_pretrained(tmp_path / "half", dtype=torch.float32)
+    moved = [p for name, p in m.named_parameters() if ".longattn." in name]
+    assert all(0 < (p - 1).abs().max() < 2e-3 for p in moved)  # steps that bfloat16 would round away
     for changes, message in (
         ({"method": "infoscale"}, "freeze leaves nothing to train: infoscale has no learned parameters"),
         ({"method": "logn"}, "freeze leaves nothing to train: logn"),
