@@ -215,9 +215,19 @@ def _following(config: Any, model: nn.Module, others: Collection[Any]) -> Any:
 
 
 def _load_adapter(original: Any, self: PeftModel, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-    if adapter_name in self.peft_config:
+    if there := adapter_name in self.peft_config:
         _check_weights(model_id, kwargs, self)
-    return original(self, model_id, adapter_name, *args, **kwargs)
+    try:
+        return original(self, model_id, adapter_name, *args, **kwargs)
+    except KeyError as error:
+        if f".{LEARNED}." not in str(error) or (runs := running(self)) is None:
+            raise
+        if not there:
+            self.delete_adapter(adapter_name)
+        raise ValueError(
+            f"the adapter {model_id} was trained without the learned parameters of {runs.name}, which the model runs "
+            f"({error} is not in it): give it a base model without them"
+        ) from error
 
 
 def _load_into_transformers(

@@ -737,6 +737,20 @@ def test_weights_of_modules_that_the_user_trains_beside(bases: dict[str, Path], 
         close(logits(again), logits(m), 1e-6)
 
 
+def test_an_adapter_without_the_learned_parameters_that_a_model_runs(bases: dict[str, Path], tmp_path: Path) -> None:
+    peft.get_peft_model(loaded(bases["llama"]), peft.LoraConfig(**INTO)).save_pretrained(tmp_path)
+    m = peft.get_peft_model(hf_longattn.apply(loaded(bases["llama"]), LEARNED), peft.LoraConfig(**INTO))
+    want = logits(disturbed(m))
+    with pytest.raises(
+        ValueError, match=r"was trained without the learned parameters of logn\+output_layer_norm, which the model"
+    ):
+        m.load_adapter(tmp_path, "plain")
+    assert list(m.peft_config) == ["default"]
+    assert torch.equal(logits(m), want)
+    with pytest.raises(ValueError, match="was trained without the learned parameters"):
+        peft.PeftModel.from_pretrained(hf_longattn.apply(loaded(bases["llama"]), LEARNED), tmp_path)
+
+
 def test_learned_parameters_are_as_wide_as_the_adapter(bases: dict[str, Path], tmp_path: Path) -> None:
     """In bfloat16 a step of less than 0.002 rounds away: none moved a scale of 1."""
     config = peft.LoraConfig(**INTO)
