@@ -89,7 +89,7 @@ class EvalOptions:
         passages: of `probe`, from each text.
         layers, what, rows, delta: of `attention`; see `hf_longattn.capture`.
         keep: for effective lengths, the share of its score at the shortest length that a task may not fall below.
-        dtype: "auto" is the checkpoint's own, or float32 where the device is slow in that.
+        dtype: "auto" is the checkpoint's own, or float32 where the device is slow in that; torch's dtypes serve too.
         shortest_first: all settings at the shortest length first, and so on: what can be compared is there early, and the
             model is loaded anew for every setting and length.
 
@@ -168,6 +168,7 @@ class EvalOptions:
                 raise ValueError(
                     f"the prefix is read under a method of its own, as streaming:window=4096, not under {self.prefix.name!r}"
                 )
+        self.dtype = str(self.dtype).removeprefix("torch.")  # torch.bfloat16 as well as its name
         check_dtype(self.dtype, "auto")
         for name in ("windows", "targets", "samples", "answer_tokens"):
             if getattr(self, name) < 1:

@@ -977,6 +977,7 @@ def test_other_weights_beside_a_loaded_model_are_read_as_asked(folder: Path) -> 
     other = Setting("other", model=str(folder / "model"))
     found = hf_longattn.evaluate(model, (folder / "a.txt").read_text(), [other], dtype="bfloat16", **how)
     assert {r["setting"]: r["dtype"] for r in found.rows} == {"unmodified": "float32", "other": "bfloat16"}
+    assert EvalOptions("model", "a text", lengths=[8], dtype=torch.bfloat16).dtype == "bfloat16"
     with pytest.raises(ValueError, match="is not a torch dtype"):
         hf_longattn.evaluate(model, "a text", dtype="half", **how)
 
