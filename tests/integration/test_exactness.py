@@ -86,6 +86,20 @@ def test_all_scenarios(family: str, case: str) -> None:
             close(run(model(family, config), ids), want, margin(case), name)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "case"), crossed([*((f, DEFAULT) for f in FAMILIES), *FEW], [("gemma3", DEFAULT), ("llama", "rerope")])
+)
+def test_all_scenarios_as_a_graph_computes_them(family: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told that it is compiled, everything takes the way that reads no tensor; nothing is, which would take minutes."""
+    config, ids = CASES[case], tokens()
+    want, m = expected(family, config, ids), model(family, config)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    for name, run in SCENARIOS.items():
+        if holds_for(name, family):
+            close(run(m, ids), want, margin(case), name)
+
+
 # generate() ---------------------------------------------------------------------------------------------------------
 
 NEW = 9
