@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
@@ -276,7 +275,7 @@ def _in_memory(model: Any) -> list[Any]:
     """
     method, sums = parsed_config(model.config.get_text_config()), {}
     for name, x in model.state_dict().items():
-        if isinstance(x, torch.Tensor) and not x.is_meta and x.is_floating_point() and not is_traceable_wrapper_subclass(x):
+        if type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_meta and x.is_floating_point():
             sums[name] = int(x.detach().reshape(-1).view(INTEGERS[x.dtype.itemsize]).sum(dtype=torch.int64))
     return [method and method.to_dict(), rope.settings_of(model), sums]
 
