@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -434,10 +435,17 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0),
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    crossed(["rerope", "narrow", "attention_sink", "rerope+adaptive_temperature"], ["rerope", "rerope+adaptive_temperature"]),
+    ("name", "kind"),
+    crossed(
+        itertools.product(
+            ["rerope", "narrow", "attention_sink", "rerope+adaptive_temperature"], ["efficient", "cudnn", "flash", "triton"]
+        ),
+        [
+            *(("rerope", kind) for kind in ("efficient", "cudnn", "flash", "triton")),
+            *(("rerope+adaptive_temperature", kind) for kind in ("efficient", "cudnn", "flash")),
+        ],
+    ),
 )
-@pytest.mark.parametrize("kind", ["efficient", "cudnn", "flash", "triton"])
 def test_cuda_is_asked_as_its_operators_want(name: str, kind: str, cuda: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Here they are stand-ins: only a GPU shows what the real ones compute. Triton takes what is no triangle where it runs."""
     half = kind in ("cudnn", "flash")

@@ -399,10 +399,11 @@ def test_what_a_layer_sees_starts_no_text_in_a_graph(name: str) -> None:
     torch._dynamo.reset()  # which gives up compiling after some models
     inputs = {"input_ids": tokens()[:1]}
     if name == "chunks":
-        changes = {"layer_types": ["chunked_attention", "full_attention"] * 2, "attention_chunk_size": WINDOW}
-        m = build("Llama4Text", FAMILIES["llama"][1] | changes, num_local_experts=2, intermediate_size_mlp=48)
+        changes = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": WINDOW}
+        changes |= {"num_hidden_layers": 2, "num_local_experts": 2, "intermediate_size_mlp": 48}
+        m = build("Llama4Text", FAMILIES["llama"][1] | changes)
     elif name == "windows":
-        m = stock("gemma3")
+        m = stock("gemma3", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
     else:
         m, inputs = multimodal(), picture()
     hf_longattn.apply(m, "scale_invariant", tau=3.0, sink_tokens=2, layers="all")

@@ -215,11 +215,14 @@ class Logits(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "case", "padded"),
-    [
-        *(("llama", case, False) for case in ("all_slots", "streaming+adaptive", "adaptive_saturated", "infoscale")),
-        *(("llama", case, True) for case in ("leaky_rerope+scale_invariant", "sinks")),
-        ("nanochat", "rerope", False),
-    ],
+    crossed(
+        [
+            *(("llama", case, False) for case in ("all_slots", "adaptive_saturated", "streaming+adaptive", "infoscale")),
+            *(("llama", case, True) for case in ("leaky_rerope+scale_invariant", "sinks")),
+            ("nanochat", "rerope", False),
+        ],
+        2,
+    ),
 )
 def test_one_exported_graph_serves_every_length_and_batch(family: str, case: str, padded: bool) -> None:
     m = built(family, case, num_hidden_layers=1)

@@ -1674,8 +1674,9 @@ ON_A_GPU: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.skipif(programs.triton is None, reason="triton is not installed")
-@pytest.mark.parametrize("device", GPUS)
-@pytest.mark.parametrize("case", crossed(ON_A_GPU, ("remap", "calibrated")))
+@pytest.mark.parametrize(
+    ("case", "device"), crossed(itertools.product(ON_A_GPU, GPUS), [("remap", "cuda:0"), ("calibrated", "mps:0")])
+)
 def test_a_gpu_trains_as_a_cpu(case: str, device: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses and copies; what has no weights yet (on `meta`), and what is loaded, is made before the device is pretended."""
     name, changes = ON_A_GPU[case]
