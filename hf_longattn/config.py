@@ -568,7 +568,7 @@ def _layers(layers: Any) -> str | tuple[int, ...]:
 def layer_numbers(layers: Any) -> tuple[int, ...]:
     """Numbers of layers, in order and each once; ValueError where there is none, or anything else."""
     layers = freeze(layers)
-    numbers = freeze(tuple(layers)) if isinstance(layers, Iterable) and not isinstance(layers, str) else ()
+    numbers = freeze(tuple(layers)) if isinstance(layers, Iterable) and not isinstance(layers, str) else ()  # a set, too
     if not numbers or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in numbers):
         raise ValueError(f"layers must be a non-empty list of layer indices >= 0, got {list(numbers) or layers!r}")
     return tuple(sorted(set(numbers)))

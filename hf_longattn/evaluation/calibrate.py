@@ -159,7 +159,9 @@ def _batches(given: Batches) -> list[Mapping[str, Any]]:
         raise TypeError("the model comes first, then the batches")
     batches: list[Any] = [given] if isinstance(given, (Tensor, Mapping, str)) else list(given)
     for batch in batches:
-        ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
+        if isinstance(batch, Mapping) and "input_ids" not in batch:  # embeddings, say
+            continue
+        ids = batch["input_ids"] if isinstance(batch, Mapping) else batch
         if isinstance(ids, Tensor) and (ids.ndim != 2 or ids.is_floating_point()):
             raise TypeError(f"a batch is token ids, (batch, length), got {ids.dtype}, {tuple(ids.shape)}")
         if not isinstance(ids, Tensor):

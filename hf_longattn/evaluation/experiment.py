@@ -18,14 +18,13 @@ import torch
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
+from ..config import PREFIX
 from ..files import ADAPTER_FILE
 from ..integration import rope
-from ..integration.names import parsed_config
+from ..integration.model import running
+from ..slots.registry import METHODS
 from .processes import gathered, place
 from .rows import Row, RowFile
-
-#: Where methods are that are not one's own.
-OURS = "hf_longattn."
 
 
 @dataclass(frozen=True)
@@ -232,7 +231,7 @@ def identity(setting: Any) -> Any:
     """Return what tells settings apart, whatever their names: equal identities measure the same."""
     folders = (getattr(setting, "adapter", None), getattr(setting, "model", None))
     known = setting.to_dict() | {"weights": [fingerprint(path) for path in folders if path is not None]}
-    own = [x for x in getattr(getattr(setting, "config", None), "methods", ()) if not type(x).__module__.startswith(OURS)]
+    own = [x for x in getattr(getattr(setting, "config", None), "methods", ()) if x.name not in METHODS]
     return known | ({"own": [[x.to_dict(), formula_of(type(x))] for x in own]} if own else {})
 
 
@@ -240,7 +239,7 @@ def formula_of(method: type) -> str:
     """Return the source of the functions of a method of one's own, by which an edited one is known; "" where there is none."""
     found = []
     for kind in method.__mro__:
-        functions = [getattr(x, "fget", x) for x in vars(kind).values()] if not kind.__module__.startswith(OURS) else []
+        functions = [getattr(x, "fget", x) for x in vars(kind).values()] if not kind.__module__.startswith(PREFIX) else []
         for function in filter(inspect.isfunction, functions):
             with contextlib.suppress(OSError):  # a dataclass's own, or typed in where nothing keeps the lines
                 found.append(inspect.getsource(function))
@@ -273,7 +272,7 @@ def _in_memory(model: Any) -> list[Any]:
     Of weights that can be read (neither on disk alone, nor split or quantised) the sums of their bits: exact in any order, and
     made where they lie.
     """
-    method, sums = parsed_config(model.config.get_text_config()), {}
+    method, sums = running(model), {}
     for name, x in model.state_dict().items():
         if type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_meta and x.is_floating_point():
             sums[name] = int(x.detach().reshape(-1).view(INTEGERS[x.dtype.itemsize]).sum(dtype=torch.int64))
