@@ -278,3 +278,10 @@ def test_the_fit_needs_more_samples_than_coefficients() -> None:
         hf_longattn.fit_adaptive_temperature(rows, second + largest[2:], degree=2)
     with pytest.raises(ValueError, match=r"shorter|longer"):
         hf_longattn.fit_adaptive_temperature(rows, [0])
+
+
+@torch.no_grad()
+def test_batches_may_be_embeddings() -> None:
+    m, ids = stock("llama"), tokens()
+    got, want = (hf_longattn.measure(m, x) for x in ({"inputs_embeds": m.get_input_embeddings()(ids)}, ids))
+    assert torch.equal(got.logit_mean, want.logit_mean)
